@@ -11,8 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from gateway import workers
 from gateway.cli import main
+from gateway.process import workers
 from gateway.up import EmbeddedTritons
 from wire.events import Ready
 

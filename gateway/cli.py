@@ -35,7 +35,7 @@ from gateway.settings.values import Scope
 from gateway.up import METRICS_PORT, plan_replicas, run_up
 
 if TYPE_CHECKING:
-    from gateway.listeners import Listeners
+    from gateway.process.listeners import Listeners
     from wire.events import Ready
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -214,8 +214,8 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     Ctrl-C gives running requests at most 5 s to finish; a second one ends at once. Triton itself is private:
     its clients reach the gateway, on the ports where Triton used to be.
     """
-    from gateway.listeners import bind_gateway, claim  # noqa: PLC0415 - as the module says, like those below
-    from gateway.workers import run as run_gateway  # noqa: PLC0415
+    from gateway.process.listeners import bind_gateway, claim  # noqa: PLC0415 - as the module says, like those below
+    from gateway.process.workers import run as run_gateway  # noqa: PLC0415
 
     flags = {name: value for name, value in values.items() if name in Settings.model_fields}
     options = {name: value for name, value in values.items() if name not in flags}
@@ -287,7 +287,7 @@ def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: 
 
     Where keys are needed, the command reads one from $KEY.
     """
-    from gateway.listeners import base_url  # noqa: PLC0415
+    from gateway.process.listeners import base_url  # noqa: PLC0415
 
     body = json.dumps(
         {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
@@ -313,8 +313,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     A flag overrides an environment variable, which overrides the YAML file. SIGUSR2 starts the same command
     again in the place of this one, which ends once its connections are closed.
     """
-    from gateway.handover import Inherited  # noqa: PLC0415
-    from gateway.workers import run as run_gateway  # noqa: PLC0415
+    from gateway.process.handover import Inherited  # noqa: PLC0415
+    from gateway.process.workers import run as run_gateway  # noqa: PLC0415
 
     settings = _load(config, flags)
     try:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,23 @@ settings.load_profile("tritongate")
 collect_ignore = [] if os.environ.get("TEST_VLLM") else ["vllm"]
 """Those want 4 GB of packages in an environment of their own: `make test-vllm` brings them and sets this."""
 
+_ALL_E2E = re.compile(rb"^pytestmark = (\[\s*)?pytest\.mark\.e2e\b", re.MULTILINE)
+
 SHARED_SERVERS = ("up", "patient", "demo_up", "mix", "stock", "scripted", "foreign")
 """Fixtures of `tests/e2e/conftest.py`; no test there needs two of them."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files out of which `-m` would take nothing: each of xdist's processes imports all that are left.
+
+    A file that does not name the mark has no end-to-end tests; one that sets it for the module has no others.
+    """
+    asked = config.getoption("markexpr")
+    if asked not in {"e2e", "not e2e"} or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_bytes()
+    left_out = _ALL_E2E.search(text) if asked == "not e2e" else b"mark.e2e" not in text
+    return True if left_out else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,7 +51,7 @@ class ReplaceableGateway(Command):
         return self.output.count(f'"message": "{message}"')
 
     def workers(self) -> list[psutil.Process]:
-        return [each for each in self.main.children() if "gateway.workers" in command_of(each)]
+        return [each for each in self.main.children() if "gateway.process.workers" in command_of(each)]
 
     async def replace(self) -> list[psutil.Process]:
         """Have another process take its place; return those that serve no more."""

@@ -2,8 +2,8 @@
 
 Admission is first come, first served, also among the processes of a gateway. A waiter may be cancelled at any
 moment, and permits that were just granted to it go to the next one. A drain refuses new requests, gives
-running ones a grace period, and then ends them: `gateway.server` drives it, the middleware and running
-requests obey it. Knows nothing of HTTP, models, deadlines or signals.
+running ones a grace period, and then ends them: `gateway.process.server` drives it, the middleware and
+running requests obey it. Knows nothing of HTTP, models, deadlines or signals.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ def up() -> Iterator[UpProcess]:
 
 
 def workers(up: UpProcess) -> list[psutil.Process]:
-    return [process for process in up.tree() if "gateway.workers" in command_of(process)]
+    return [process for process in up.tree() if "gateway.process.workers" in command_of(process)]
 
 
 async def test_a_killed_worker_frees_what_it_asked_for_and_the_others_go_on(up: UpProcess) -> None:

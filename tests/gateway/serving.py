@@ -12,8 +12,8 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.http.record import Gateway
-from gateway.listeners import base_url, bind
-from gateway.server import make_server
+from gateway.process.listeners import base_url, bind
+from gateway.process.server import make_server
 from gateway.settings import Settings, load_settings
 from tests.gateway.fake_upstream import FakeUpstream
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import gateway.cli
 from gateway.cli import greeting, main
 from gateway.commands.check import Finding
-from gateway.listeners import base_url, bind, bind_gateway, claim
+from gateway.process.listeners import base_url, bind, bind_gateway, claim
 from gateway.settings import Settings, settings_table
 from gateway.settings.values import Scope, revealed
 from gateway.up import Replica, triton_command
@@ -36,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         code: int = serve([f"127.0.0.1:{number}" for number in range(1, len(replicas) + 1)], READY, print)
         return code
 
-    monkeypatch.setattr("gateway.workers.run", run_gateway)
+    monkeypatch.setattr("gateway.process.workers.run", run_gateway)
     monkeypatch.setattr(gateway.cli, "run_up", run_up)
     return calls
 
@@ -93,7 +93,7 @@ def test_triton_clients_are_served_where_triton_used_to_be(
         asked.append((ports, more["grpc_port"]))
         return []
 
-    monkeypatch.setattr("gateway.listeners.bind_gateway", bind_gateway)
+    monkeypatch.setattr("gateway.process.listeners.bind_gateway", bind_gateway)
     run("up", "--port", "8080")
     run("up", "--kserve-http-port", "9000")
     assert asked == [([8080, 8000], 8001), ([8080, 9000], 8001)]

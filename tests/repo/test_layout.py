@@ -41,7 +41,7 @@ FORBIDDEN = {
     "gateway/anthropic": {"wire", "grpc", "tritonclient", "gateway.triton"},
     "gateway/http": {"wire", "grpc", "tritonclient", "gateway.triton"},
     "gateway/triton": {"fastapi", "starlette", "gateway.openai", "gateway.http"},
-    "gateway/kserve": {"gateway.triton", "gateway.server", "gateway.workers"},
+    "gateway/kserve": {"gateway.triton", "gateway.process"},
     "gateway/chat": {"fastapi", "starlette", "grpc", "tritonclient", "gateway.openai"},
     "gateway/limits": {"fastapi", "starlette", "grpc", "gateway.core", "gateway.http", "gateway.openai"},
     "deploy/docker": {"gateway", "deploy", "fastapi", "uvicorn", "grafana_foundation_sdk"},

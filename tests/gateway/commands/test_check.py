@@ -2,7 +2,7 @@ import asyncio
 import socket
 
 from gateway.commands.check import check
-from gateway.listeners import bind
+from gateway.process.listeners import bind
 from tests.gateway.serving import settings
 from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton

@@ -12,7 +12,7 @@ from gateway.app import create_app
 from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
 from gateway.core.events import Event
 from gateway.core.request import Generation, PlainText, TokenIds
-from gateway.listeners import base_url, bind
+from gateway.process.listeners import base_url, bind
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import settings
 

@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from gateway.app import create_app
 from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
-from gateway.listeners import base_url, bind
-from gateway.server import make_server
+from gateway.process.listeners import base_url, bind
+from gateway.process.server import make_server
 from gateway.settings import follow
 from tests.gateway.certificates import Files, self_signed
 from tests.gateway.fake_upstream import FakeUpstream

@@ -1,6 +1,8 @@
 """Runs the kernels under the Triton interpreter where there is no GPU, and compiled where there is one."""
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,20 +53,31 @@ def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builder, "create_dot", corrected_dot)
 
 
-def _prepare_once(patch: pytest.MonkeyPatch) -> None:
-    """Put the interpreter's operations in the language's place once a launch.
+def _compute_less(patch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes most of a kernel's time here and changes no number.
 
-    It does so again in every function that a kernel calls, which is most of the time that a kernel takes.
+    The interpreter puts its operations in the language's place in every function that a kernel calls. It
+    computes integers again in 64 bits to tell of an overflow, but tells only if `debug` is set, which it
+    never is. And it makes a table of types for each that it looks up.
     """
     prepare: Any = interpreter._patch_lang
+    prepare(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    patch.setattr(interpreter, "_patch_lang", lambda _function: interpreter._LangPatchScope())
 
-    def prepare_unless_done(function: Any) -> Any:
-        modules = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        if any(tl.core.is_builtin(module.load) for module in modules):
-            return prepare(function)
-        return interpreter._LangPatchScope()
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
-    patch.setattr(interpreter, "_patch_lang", prepare_unless_done)
+    look_up: Any = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def look_up_once(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = look_up(kind)
+        return known[name]
+
+    patch.setattr(interpreter, "_get_np_dtype", look_up_once)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,7 +85,7 @@ def interpreter_arithmetic() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             _correct_bfloat16(patch)
-            _prepare_once(patch)
+            _compute_less(patch)
         yield
 
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from gateway.errors import ListenError
-from gateway.listeners import Listeners, base_url, bind, bind_gateway, claim, listen_gateway
+from gateway.process.listeners import Listeners, base_url, bind, bind_gateway, claim, listen_gateway
 from tests.ports import free_ports
 
 

@@ -4,12 +4,13 @@
 
 The kernel distributes connections among the listeners. This process holds those for HTTP too, so that
 connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
-reset, and new ones go to the other workers. It serves nothing itself. Signals work as in `gateway.server` and
-are passed on; after the first, no worker is replaced. SIGUSR2 is passed on once another process serves.
+reset, and new ones go to the other workers. It serves nothing itself. Signals work as in
+`gateway.process.server` and are passed on; after the first, no worker is replaced. SIGUSR2 is passed on once
+another process serves.
 
-A worker is `python -m gateway.workers`. It reads its order (settings, sockets, place), one line of JSON, from
-standard input, and writes one line to standard output when every model is ready. When standard input ends,
-because the parent died or closed it, the worker stops as on SIGTERM.
+A worker is `python -m gateway.process.workers`. It reads its order (settings, sockets, place), one line of
+JSON, from standard input, and writes one line to standard output when every model is ready. When standard
+input ends, because the parent died or closed it, the worker stops as on SIGTERM.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ from typing import Any
 import msgspec
 from pydantic import SecretStr
 
-from gateway.handover import HandOver, Inherited, hand_over, next_end, until_stopped
 from gateway.limits.counters import mark_ended, new_table
-from gateway.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
-from gateway.server import caught_signals
-from gateway.server import run as run_alone
+from gateway.process.handover import HandOver, Inherited, hand_over, next_end, until_stopped
+from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
+from gateway.process.server import caught_signals
+from gateway.process.server import run as run_alone
 from gateway.settings import Settings
 from gateway.settings.values import revealed
 from gateway.telemetry.logs import configure_logging
@@ -52,7 +53,7 @@ _MISSES = 5
 """Unanswered questions in a row that mean a worker hangs: half a minute or so."""
 _MISSES_AT_START = 30
 """The same until its first answer: it imports and starts meanwhile."""
-PROGRAM: Sequence[str] = ("-P", "-m", "gateway.workers")
+PROGRAM: Sequence[str] = ("-P", "-m", "gateway.process.workers")
 """Of a worker, for Python; -P: no modules from the working directory, which may be anyone's."""
 _LONGEST_FOLDER = 80
 """A socket's path has at most 107 bytes (unix(7))."""
@@ -333,7 +334,7 @@ class _Worker:
 
 
 def main() -> int:
-    """Carry out the order on standard input; return the exit status of `gateway.server.run`."""
+    """Carry out the order on standard input; return the exit status of `gateway.process.server.run`."""
     order = decode_order(sys.stdin.buffer.readline())
     orphaned = threading.Event()
     threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()

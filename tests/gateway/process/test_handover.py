@@ -16,10 +16,10 @@ import httpx
 import psutil
 import pytest
 
-from gateway import handover
 from gateway.errors import ListenError
-from gateway.handover import Inherited, hand_over, notify, until_stopped
-from gateway.listeners import bind_gateway
+from gateway.process import handover
+from gateway.process.handover import Inherited, hand_over, notify, until_stopped
+from gateway.process.listeners import bind_gateway
 from tests.gateway.certificates import self_signed
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, until

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.errors import ListenError
-from gateway.handover import Inherited
+from gateway.process.handover import Inherited
 
 BACKLOG = 2048
 

@@ -17,12 +17,12 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from gateway.server import _allow_descriptors
+from gateway.process.server import _allow_descriptors
 from tests.gateway.kserve.legacy import body, question
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.ports import free_ports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Process:
@@ -30,7 +30,7 @@ class Process:
 
     def __init__(self, **settings: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gateway.fake_server", json.dumps({"port": 0, **settings})],
+            [sys.executable, "-m", "tests.gateway.process.fake_server", json.dumps({"port": 0, **settings})],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

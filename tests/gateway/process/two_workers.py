@@ -31,7 +31,7 @@ class Gateway:
     def workers(self) -> dict[int, psutil.Process]:
         """Return the living ones by process id."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return {each.pid: each for each in children if "gateway.workers" in each.cmdline()}
+        return {each.pid: each for each in children if "gateway.process.workers" in each.cmdline()}
 
     async def series(self, name: str) -> dict[str, float]:
         """Return a metric's sums by worker."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from gateway.core.events import Event
 from gateway.core.request import Generation
-from gateway.server import run
+from gateway.process.server import run
 from gateway.settings import load_settings
 from tests.gateway.fake_upstream import FakeUpstream, say
 

@@ -8,10 +8,10 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.listeners import Listeners
+from gateway.process.listeners import Listeners
+from gateway.process.workers import decode_order, encode_order
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Place
-from gateway.workers import decode_order, encode_order
 
 
 class Socket:

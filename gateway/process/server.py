@@ -6,8 +6,8 @@ clients would not get a 503. Here the listener stays open until the last running
     first SIGTERM or SIGINT   503 for readiness and new requests; running ones have `drain_s` to finish, the
                               rest then ends with an error; exit status 0
     second one                end at once; exit status 128 + signal
-    SIGUSR2                   another process takes over (see `gateway.handover`): no more connections; those
-                              there are go on for `drain_s`, each until its next answer; exit status 0
+    SIGUSR2                   another process takes over (see `handover.py`): no more connections; those there
+                              are go on for `drain_s`, each until its next answer; exit status 0
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from fastapi import FastAPI
 
 from gateway.app import create_app
 from gateway.core.upstream import Upstream
-from gateway.handover import HandOver, next_end, until_stopped
 from gateway.http.protocol import BoundedHttpProtocol
 from gateway.http.record import Gateway
 from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
-from gateway.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
+from gateway.process.handover import HandOver, next_end, until_stopped
+from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
 from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place

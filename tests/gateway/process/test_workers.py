@@ -15,14 +15,14 @@ import psutil
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from gateway import workers
-from gateway.listeners import bind_gateway
+from gateway.process import workers
+from gateway.process.listeners import bind_gateway
 from gateway.settings import load_settings
 from gateway.telemetry import metrics as worker_metrics
 from tests.gateway.kserve.legacy import body, question
+from tests.gateway.process.two_workers import STARTED_S, TRITONGATE, Gateway, gateway_of_two, is_whole, stream
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, reply, until
-from tests.gateway.two_workers import STARTED_S, TRITONGATE, Gateway, gateway_of_two, is_whole, stream
 from tests.ports import free_ports
 from tests.processes import wait_ended
 from tests.tied import tied

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 HandOver = Callable[[], Awaitable[bool]]
 """Lets another process take over; returns whether it has."""
-PROGRAM: Final = ("-P", "-m", "gateway.handover")
+PROGRAM: Final = ("-P", "-m", "gateway.process.handover")
 READY_WITHIN_S = 60.0
 _FIRST: Final = 3
 """The first descriptor that is passed on (SD_LISTEN_FDS_START)."""
