@@ -148,7 +148,7 @@ $(ONNX)/.installed: bench/onnx/requirements.txt $(VENV)/.dev
 	$(ONNX)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
 	touch $@
 
-# ONNX Runtime in a Python-backend entry against our engine, on a CPU: 12 GB of memory, 15 GB on the disk, half an hour.
+# ONNX Runtime in a Python-backend entry against our engine, on a CPU: 10 GB of memory, 5 GB on the disk, a quarter of an hour.
 bench-onnx: $(ONNX)/.installed
 	$(ONNX)/bin/python -m bench.onnx
 

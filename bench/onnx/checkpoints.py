@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GlmConfig, PreTraine
 _ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "bloom": {"vocab_size": 50_176, "hidden_size": 1024, "n_layer": 24, "n_head": 16, "seq_length": 2048},
+    "bloom": {"vocab_size": 50_176, "hidden_size": 1024, "n_layer": 12, "n_head": 16, "seq_length": 2048},
     "chatglm": {
         "vocab_size": 32_768,
         "hidden_size": 2048,
@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_ENDS,
     },
 }
-"""bloom-560m with fewer ids, and half of ChatGLM3-6B's width with four layers: 350 million parameters."""
+"""Half of bloom-560m's layers with fewer ids, and half of ChatGLM3-6B's width with four layers."""
 
 TINY: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": 320, "hidden_size": 80, "n_layer": 3, "n_head": 4, "seq_length": 256},
