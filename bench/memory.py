@@ -15,11 +15,10 @@ import torch
 
 from bench.engine import random_model
 from bench.gpu.checkpoint import SHAPES
-from bench.quality import NONE
+from bench.quality import NONE, quantizations_option
 from gateway.commands.load_rows import table
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel
-from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
@@ -138,14 +137,7 @@ def measure_each(
 @click.option(
     "--shape", "shapes", type=click.Choice(list(SHAPES)), multiple=True, default=("6b",), show_default=True
 )
-@click.option(
-    "--quantization",
-    "quantizations",
-    type=click.Choice([NONE, *QUANTISATIONS]),
-    multiple=True,
-    default=(NONE, *QUANTISATIONS),
-    show_default=True,
-)
+@quantizations_option
 @click.option("--device", default="cuda:0", show_default=True)
 @click.option("--prompt", type=click.IntRange(1), default=2048, show_default=True, help="tokens")
 @click.option(

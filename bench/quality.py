@@ -272,6 +272,18 @@ def _empty(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+quantizations_option = click.option(
+    "--quantization",
+    "quantizations",
+    type=click.Choice([NONE, *QUANTISATIONS]),
+    multiple=True,
+    default=(NONE, *QUANTISATIONS),
+    show_default=True,
+    help="repeated: each; none: the weights as the device serves them",
+)
+"""Of `bench.memory`, too."""
+
+
 @click.command()
 @click.option(
     "--checkpoint",
@@ -291,15 +303,7 @@ def _empty(device: torch.device) -> None:
     help="the demo's answers to held-back questions, this project's documents, or what the model samples; "
     "default: the first for the demo, the last for random weights, else documents",
 )
-@click.option(
-    "--quantization",
-    "quantizations",
-    type=click.Choice([NONE, *QUANTISATIONS]),
-    multiple=True,
-    default=(NONE, *QUANTISATIONS),
-    show_default=True,
-    help="beside bfloat16; none: as the device serves it",
-)
+@quantizations_option
 @click.option("--device", help="default: the GPU if there is one")
 @click.option("--tokens", type=click.IntRange(1), default=8192, show_default=True, help="that count")
 def main(
