@@ -17,7 +17,7 @@ import click
 
 from triton_models.directory import check_checkpoint
 from triton_models.embedded.errors import SetupError
-from triton_models.embedded.models import model_flags, private_arguments, read_model_argument
+from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
 from triton_models.environment import SUFFIX, pack
 from triton_models.errors import CheckpointError, EnvironmentPackError
@@ -77,8 +77,8 @@ def write_repository(
 def dockerfile(name: str, *, triton: str, linked: Path | None) -> str:
     """Return the Dockerfile for a repository with this model; `linked` is a directory outside of it."""
     volume = "" if linked is None else f" --volume {linked}:{linked}:ro"
-    arguments = ["--model-repository=/models", "--disable-auto-complete-config", *private_arguments(_KEY)]
-    command = " ".join(["tritonserver", *arguments])
+    arguments = ["--model-repository=/models", "--disable-auto-complete-config", *NO_CONTEXT]
+    command = " ".join(["tritonserver", *arguments, *private_arguments(_KEY)])
     return _DOCKERFILE.format(name=name, triton=triton, volume=volume, command=command)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from triton_models.options import Value, check_options
+from triton_models.options import DEVICE, Value, check_options
 from triton_models.signature import DATA_TYPE, INPUTS, MAX_BATCH_SIZE, OUTPUTS
 from wire import history, names, strings
 from wire.request import Generation, encode_request
@@ -23,7 +23,6 @@ _MODEL_PY: Final = """from triton_models.serving.model import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 """
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_DEVICE = re.compile(r"cpu|cuda:([0-9]+)")
 
 _WARMUP_FOLDER: Final = "warmup"
 """Where Triton looks for a warm-up's `input_data_file`, inside the entry."""
@@ -52,7 +51,8 @@ class ModelEntry:
     checkpoint: str
     """A directory; a relative one is relative to the entry's own folder."""
     device: str = "cpu"
-    """`cpu` or `cuda:N`; decides the entry's instance group."""
+    """`cpu` or `cuda:N`. Only the model is told of a GPU: an entry that names it to Triton, by KIND_GPU, has
+    tritonserver make a CUDA context of its own there."""
     environment: str | None = None
     """The archive or folder of the Python environment in which the stub runs (see environment.py); None: the
     server's own. `$$TRITON_MODEL_DIRECTORY` in the path stands for the entry's folder."""
@@ -66,7 +66,7 @@ class ModelEntry:
                 f"{self.name!r} cannot be a model's name, made of letters, digits, '.', '_' and '-': "
                 "write NAME=DIR to choose one"
             )
-        if not _DEVICE.fullmatch(self.device):
+        if not DEVICE.fullmatch(self.device):
             raise ValueError(f"{self.device!r} is not a device: cpu or cuda:N")
         check_options({name: value for name, value in self.options.items() if value is not None})
 
@@ -97,7 +97,7 @@ def entry_config(model: ModelEntry) -> Any:
         input=[pb.ModelInput(name=name, data_type=data_type, dims=[1]) for name in INPUTS],
         output=[pb.ModelOutput(name=name, data_type=data_type, dims=[1]) for name in OUTPUTS],
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
-        instance_group=[_instance_group(model.device)],
+        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         # No delay, queue policy or priorities: see `signature.complete`.
         dynamic_batching=pb.ModelDynamicBatching(),
         model_warmup=[
@@ -111,15 +111,12 @@ def entry_config(model: ModelEntry) -> Any:
             )
         ],
     )
-    others = {"checkpoint": model.checkpoint, "EXECUTION_ENV_PATH": model.environment}
+    others = {
+        "checkpoint": model.checkpoint,
+        "device": None if model.device == "cpu" else model.device,
+        "EXECUTION_ENV_PATH": model.environment,
+    }
     for key, value in {**others, **model.options}.items():
         if value is not None:
             config.parameters[key].string_value = str(value)
     return config
-
-
-def _instance_group(device: str) -> Any:
-    found = _DEVICE.fullmatch(device)
-    if found is None or found[1] is None:
-        return pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)
-    return pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_GPU, count=1, gpus=[int(found[1])])

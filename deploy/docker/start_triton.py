@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from triton_models.embedded.errors import SetupError
-from triton_models.embedded.models import model_flags, private_arguments, write_models
+from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, write_models
 from triton_models.tracing import trace_arguments
 
 _SERVER = "tritonserver"
@@ -50,6 +50,7 @@ def main(  # noqa: D103 - the module's docstring is its help
     own = [
         f"--model-repository={repository}",
         f"--model-load-thread-count={len(served) + 1}",  # all of them side by side
+        *NO_CONTEXT,
         *private_arguments(repository_key),
         *trace_arguments(options["trace_endpoint"]),
     ]

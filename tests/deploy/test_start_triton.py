@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from deploy.docker.start_triton import main
+from triton_models.embedded.models import NO_CONTEXT
 
 CHECKPOINT = Path(__file__).parents[2] / "triton_models" / "checkpoints" / "chatglm3-demo"
 KEY = {"TRITONGATE_REPOSITORY_KEY": "admin-key=s3cret"}
@@ -25,6 +26,7 @@ def test_it_becomes_a_tritonserver_on_entries_of_its_own(
     assert (name, own_name, words[-1]) == ("tritonserver", "tritonserver", "--grpc-port=1234")
     flags = dict(word.split("=", 1) for word in words)
     assert flags["--model-load-thread-count"] == "2"
+    assert set(NO_CONTEXT) <= set(words)
     repository = Path(flags["--model-repository"])
     (entry,) = repository.iterdir()
     assert entry.name == "glm"

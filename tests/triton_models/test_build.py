@@ -13,6 +13,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from triton_models import build
 from triton_models.build import TRITON, main
+from triton_models.embedded.models import NO_CONTEXT
 from triton_models.errors import EnvironmentPackError
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,7 @@ def test_everything_is_in_the_repository(tmp_path: Path, packed: list[Any]) -> N
     assert f"docker build {out}" in said
     assert parameters(out, "glm") == {
         "checkpoint": "checkpoint",
+        "device": "cuda:0",
         "EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/environment.tar.gz",
         "max_running": "7",
     }
@@ -116,6 +118,7 @@ def test_the_dockerfile(tmp_path: Path, packed: list[Any]) -> None:
     assert "TRITONGATE_REPOSITORY_KEY: is not set" in shown[0].stderr
     flags = shown[1].stdout.split()
     assert flags[0] == "--model-repository=/models"
+    assert {"--disable-auto-complete-config", *NO_CONTEXT} <= set(flags)
     assert flags[-2].endswith(":k=v")
     assert flags[-1] == "--log-verbose=1"
 

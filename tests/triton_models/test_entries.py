@@ -58,7 +58,7 @@ def test_the_entry_of_a_model(tmp_path: Path) -> None:
             (name, pb.TYPE_STRING, [1]) for name in names
         ]
     (group,) = config.instance_group
-    assert (group.kind, list(group.gpus), group.count) == (pb.ModelInstanceGroup.KIND_GPU, [3], 1)
+    assert (group.kind, list(group.gpus), group.count) == (pb.ModelInstanceGroup.KIND_CPU, [], 1)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert "serving.model import TritonPythonModel" in (tmp_path / "m/1/model.py").read_text()
 
@@ -96,7 +96,7 @@ def test_the_model_reads_every_option_that_is_written(tmp_path: Path) -> None:
     write_entry(tmp_path, model=FULL)
     read_back = _as_the_model_reads(tmp_path / "m")
     assert read_back.options == OPTIONS_SET
-    assert (read_back.model, read_back.checkpoint) == ("m", Path("/c"))
+    assert (read_back.model, read_back.checkpoint, read_back.device) == ("m", Path("/c"), "cuda:3")
 
 
 def test_the_entry_runs_in_the_environment_that_was_named(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused(name: str) -> None:
         ModelEntry(name=name, checkpoint="/c")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda", "cuda:", "cuda:-1", "auto"])
+@pytest.mark.parametrize("device", ["", "gpu", "cuda", "cuda:", "cuda:-1", "cuda:100", "auto"])
 def test_a_device_that_is_none_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="cuda:N"):
         ModelEntry(name="m", checkpoint="/c", device=device)

@@ -56,6 +56,21 @@ def test_the_instance_group_chooses_the_device() -> None:
     assert read_parameters(arguments).device == "cuda:3"
 
 
+@pytest.mark.parametrize("kind", ["CPU", "MODEL"])
+def test_the_parameter_chooses_the_device_where_triton_does_not(kind: str) -> None:
+    arguments = triton_args({"checkpoint": "x", "device": "cuda:1"}, model_instance_kind=kind)
+    assert read_parameters(arguments).device == "cuda:1"
+    assert read_parameters(arguments).options == {}
+    assert read_parameters(triton_args({"checkpoint": "x", "device": ""})).device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_second_device_is_refused(device: str) -> None:
+    arguments = triton_args({"checkpoint": "x", "device": device}, model_instance_kind="GPU")
+    with pytest.raises(EntryError, match="device is for instances of KIND_CPU"):
+        read_parameters(arguments)
+
+
 def test_tritons_own_parameters_are_left_alone() -> None:
     read_parameters(triton_args({"checkpoint": "x", "EXECUTION_ENV_PATH": "/e.tar.gz"}))
 
@@ -65,7 +80,8 @@ def test_tritons_own_parameters_are_left_alone() -> None:
     [
         ({}, "checkpoint"),
         ({"checkpoint": ""}, "checkpoint"),
-        ({"checkpoint": "x", "max_contxt": "5"}, "unknown parameter 'max_contxt'; known: checkpoint, format"),
+        ({"checkpoint": "x", "max_contxt": "5"}, "unknown parameter 'max_contxt'; known: checkpoint, device"),
+        ({"checkpoint": "x", "device": "cuda"}, "device: 'cuda' is neither cpu nor cuda:N"),
         ({"checkpoint": "x", "max_context": "many"}, "max_context: 'many' is not a whole number"),
         ({"checkpoint": "x", "max_context": "1.5"}, "max_context: '1.5' is not a whole number"),
         ({"checkpoint": "x", "max_context": "1"}, "max_context must be at least 32, not 1"),

@@ -15,7 +15,7 @@ import click
 from triton_models.embedded import models
 from triton_models.embedded.errors import EmbeddedError, SetupError
 from triton_models.embedded.installation import choose_device, find_installation
-from triton_models.embedded.models import model_flags
+from triton_models.embedded.models import NO_CONTEXT, model_flags
 from triton_models.embedded.server import Ports, TritonServer, new_key
 from triton_models.embedded.supervisor import Supervisor
 from triton_models.embedded.warden import RunDirectory
@@ -125,7 +125,7 @@ async def _serve(
         if repository is None:
             served = models.write_models(run.repository, names, device=device, options=options)
             # They are complete. To ask for more, Triton would start another process before the model's.
-            arguments.append("--disable-auto-complete-config")
+            arguments += [*NO_CONTEXT, "--disable-auto-complete-config"]
         else:
             configs = repository.glob("*/config.pbtxt")  # noqa: ASYNC240 - nothing waits yet
             served = sorted(config.parent.name for config in configs)

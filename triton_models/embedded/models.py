@@ -7,7 +7,7 @@ entries is imported only when it is needed.
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -31,6 +31,12 @@ _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 _RESTRICTED = "model-repository,shared-memory,statistics,trace,logging"
 """The protocols that need the key: the first loads code, the second maps other processes' memory. Health,
 metadata, configurations and inference need none."""
+
+NO_CONTEXT: Final = ("--min-supported-compute-capability=99", "--pinned-memory-pool-byte-size=0")
+"""tritonserver's arguments where every entry is ours, and so names no GPU to it. Without them it makes a CUDA
+context (582 MiB on an H200), in which nothing is computed: for a memory pool and peer access on each GPU that
+it supports, and for a pool of pinned host memory. With them it refuses entries of KIND_GPU. Its metrics of
+GPUs stay: they come from DCGM, of every GPU that CUDA shows."""
 
 
 def model_flags(command: Callable[..., Any]) -> Callable[..., Any]:

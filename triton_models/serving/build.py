@@ -43,7 +43,7 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
     text = load_text(parameters)
     options = parameters.options
     spans = make_spans(parameters)
-    device = torch.device(parameters.device)
+    device = _find_device(parameters.device)
     read = _read_transformers if options.get("engine") == "transformers" else _read_own
     model, backend = read(parameters, device)
     if text.tokenizer.size > model.vocab_size:
@@ -72,6 +72,18 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
         heartbeat_s=options.get("heartbeat_s", HEARTBEAT_S),
         spans=spans,
     )
+
+
+def _find_device(name: str) -> torch.device:
+    """Return the device of this name (`cpu` or `cuda:N`).
+
+    Raises:
+        EntryError: there is no such GPU.
+    """
+    device = torch.device(name)
+    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise EntryError(f"device {name}: GPUs that torch can use: {count}")
+    return device
 
 
 def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[CausalModel, Backend]:

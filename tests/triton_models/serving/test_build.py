@@ -12,7 +12,7 @@ from tests.triton_models.native_checkpoint import write_native
 from tests.triton_models.serving.conftest import GOLDEN, Served, parameters
 from tests.triton_models.serving.fakes import FakePbUtils
 from triton_models.engine.settings import EngineSettings
-from triton_models.errors import CheckpointError, SettingsError
+from triton_models.errors import CheckpointError, EntryError, SettingsError
 from triton_models.options import OPTIONS
 from triton_models.serving import build
 from triton_models.serving.build import build_service, choose_dtype, engine_settings
@@ -23,6 +23,12 @@ from triton_models.serving.service import HEARTBEAT_S
 def test_the_cpu_computes_in_float32_unless_asked() -> None:
     assert choose_dtype("auto", torch.device("cpu"))[0] is torch.float32
     assert choose_dtype("bfloat16", torch.device("cpu"))[0] is torch.bfloat16
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(EntryError, match="device cuda:2: GPUs that torch can use: 2"):
+        build_service(parameters(device="cuda:2"), FakePbUtils())
 
 
 def test_quantised_weights_are_multiplied_in_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
