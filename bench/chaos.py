@@ -415,7 +415,9 @@ def main(seconds: int, clients: int, seed: int | None, flags: tuple[str, ...]) -
     _table(results)
     faults += [f"in the log, {log.count(sign)} times: {sign}" for sign in _FAULTS_OF_CODE if sign in log]
     wrong = [result for result in results if result.ending is Ending.WRONG]
-    faults += [f"{result.manner}: {result.detail[:400]}" for result in wrong]
+    for result in wrong:
+        faults.append(f"{result.manner}: {result.detail[:400]}")
+        faults += [line for line in log.splitlines() if result.own and f'"{result.own}"' in line]
     if not any(result.ending is Ending.ANSWERED for result in results):
         faults.append("nothing was answered")
     for fault in faults:
