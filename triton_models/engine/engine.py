@@ -178,16 +178,15 @@ class Engine:
         self._launched = None
         if current is None:
             return None
-        if self._overlap:
-            try:
-                self._launched = self._launch()
-            except Exception as error:  # noqa: BLE001 - raised by the next call
-                self._fault = error
+        self._launch_next()
         stats = self._collect(current)
-        if self._launched is not None and self._launched.staged is not None:
+        if self._launched is None:
+            # What had to wait for these results, as guesses do, need not wait for their delivery, too.
+            self._launch_next()
+        elif self._launched.staged is not None:
             try:
                 self._runner.sample(self._launched)
-            except Exception as error:  # noqa: BLE001 - as above
+            except Exception as error:  # noqa: BLE001 - raised by the next call
                 self._fault = error
         return stats
 
@@ -230,6 +229,14 @@ class Engine:
     def _start_scheduler(self) -> None:
         self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_size)
         self._scheduler = Scheduler(self._blocks, self.settings, self._drafts)
+
+    def _launch_next(self) -> None:
+        """With overlap, launch the step after the one that is collected now."""
+        if self._overlap and self._fault is None:
+            try:
+                self._launched = self._launch()
+            except Exception as error:  # noqa: BLE001 - raised by the next call of `step`
+                self._fault = error
 
     def _launch(self) -> Step | None:
         """Schedule a step and have the device compute it; None if there is nothing to compute.

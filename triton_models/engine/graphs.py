@@ -8,13 +8,13 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from triton_models.engine.backend import Backend, StepOperations
-from triton_models.engine.models import CausalModel, StepLayout
+from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.sampler import plain_inputs
 from triton_models.engine.slots import SlotTable
 
@@ -54,6 +54,31 @@ class DeviceStep:
         """Return the hidden states of all rows of a step, [T, width], for `logits`."""
         self._operations.begin(layout)
         return self._model.forward(tokens, self._operations)
+
+    def prompts(
+        self, rows: Tensor, tiles: Tensor, *, decodes: int, longest: int, chunks: tuple[ChunkRows, ...] = ()
+    ) -> Tensor:
+        """Return the hidden states of a step with prompts, [T, width], for `logits`.
+
+        Args:
+            rows: [3, T] int64, see `Staged.rows`.
+            tiles: [N, 4] int64, see `Staged.tiles`.
+            decodes: only among so many first rows are decodes.
+            longest: most tokens of one of these, the new one included.
+            chunks: as in `StepLayout`.
+        """
+        slots, tokens, positions = rows
+        told, lengths = tokens >= 0, self.slots.lengths[slots]
+        layout = StepLayout(
+            tables=self.slots.tables,
+            slots=slots.int(),
+            positions=torch.where(told, positions, lengths),
+            decode_lengths=torch.where(told, 0, lengths + 1)[:decodes].int(),
+            longest_decode=longest,
+            chunks=chunks,
+            tiles=tiles.int(),
+        )
+        return self.forward(torch.where(told, tokens, self.slots.tokens[slots]), layout)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [S, vocabulary]; `hidden`: a copy of some rows of `forward`'s result, overwritten."""
@@ -160,6 +185,13 @@ class SizedGraphs:
         self.results(size).copy_(result)
 
 
+class PromptsSize(NamedTuple):
+    """How many rows and tiles a captured step with prompts has, those of padding included."""
+
+    rows: int
+    tiles: int
+
+
 class CapturedSteps:
     """Steps with decodes only, in two graphs (forward pass and sampling); and the forward pass with prompts.
 
@@ -190,26 +222,16 @@ class CapturedSteps:
 
         sizes = prompt_sizes(largest)
         most = sizes[-1]
-        tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        slots = torch.full((most,), spare, dtype=torch.int32, device=device)
-        positions = torch.full((most,), -1, dtype=torch.int64, device=device)
-        lengths = torch.zeros(min(most, spare), dtype=torch.int32, device=device)
-        tiles = torch.zeros((tiles_in(most), 4), dtype=torch.int32, device=device)
+        rows = torch.tensor([spare, 0, -1], device=device).repeat_interleave(most)
+        tiles = torch.zeros(4 * tiles_in(most), dtype=torch.int64, device=device)
 
-        def forward(size: int) -> Tensor:
-            layout = StepLayout(
-                tables=tables,
-                slots=slots[:size],
-                positions=positions[:size],
-                decode_lengths=lengths[:size],
-                longest_decode=step.longest,
-                tiles=tiles[: tiles_in(size)],
-            )
-            return step.forward(tokens[:size], layout)
+        def prompts(size: int) -> Tensor:
+            padded_tiles = tiles[: 4 * tiles_in(size)].view(-1, 4)
+            padded_rows = rows[: 3 * size].view(3, size)
+            return step.prompts(padded_rows, padded_tiles, decodes=min(size, spare), longest=step.longest)
 
-        self._tokens, self._slots, self._positions = tokens, slots, positions
-        self._lengths, self._tiles = lengths, tiles
-        self._prompts = SizedGraphs(sizes, forward)
+        self._rows, self._tiles = rows, tiles
+        self._prompts = SizedGraphs(sizes, prompts)
 
     def run_largest(self) -> int:
         """Run the largest step of each kind once; return how many graphs there will be."""
@@ -229,10 +251,12 @@ class CapturedSteps:
         """Return how many rows of the spare slot pad a step of `decodes` decodes."""
         return (self._decode.size_for(decodes) or decodes) - decodes
 
-    def size_for(self, rows: int, tiles: int) -> int | None:
-        """Return the smallest size of a step with prompts for `rows` and `tiles`; None if there is none."""
+    def size_for(self, rows: int, tiles: int) -> PromptsSize | None:
+        """Return the size of the smallest step with prompts that has room for these; None: there is none."""
         size = self._prompts.size_for(rows)
-        return size if size is not None and tiles <= self._tiles_in(size) else None
+        if size is None or tiles > self._tiles_in(size):
+            return None
+        return PromptsSize(size, self._tiles_in(size))
 
     def decode(self, slots: Tensor) -> Tensor:
         """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""
@@ -243,18 +267,15 @@ class CapturedSteps:
         """Sample for the slots of the last `decode`; return their status, which the next call overwrites."""
         return self._finish.replay(size)
 
-    def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
-        """Return the hidden states, [T, width], of a step with tiles, padded to a captured size T.
+    def prompts(self, rows: Tensor, tiles: Tensor) -> Tensor:
+        """Return the hidden states, [T, width], of a step with prompts, padded to a captured size T.
 
         The next call overwrites the result.
+
+        Args:
+            rows: [3 * T] int64, see `Staged.rows`.
+            tiles: [4 * N] int64, see `Staged.tiles`; as many as the size has.
         """
-        size, decodes = len(tokens), len(layout.decode_lengths)
-        self._tokens[:size].copy_(tokens)
-        self._slots[:size].copy_(layout.slots)
-        self._positions[:size].copy_(layout.positions)
-        self._lengths.zero_()
-        self._lengths[:decodes].copy_(layout.decode_lengths)
-        self._tiles.zero_()
-        if layout.tiles is not None:
-            self._tiles[: len(layout.tiles)].copy_(layout.tiles)
-        return self._prompts.replay(size)
+        self._rows[: len(rows)].copy_(rows)
+        self._tiles[: len(tiles)].copy_(tiles)
+        return self._prompts.replay(len(rows) // 3)

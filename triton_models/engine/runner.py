@@ -145,7 +145,7 @@ class Runner:
         scored = scored_chunks(step, chunks)
         staging = Staging()
         captured = self._stage(staging, step, chunks)
-        stage_slots(staging, step.decodes, step.told, self._cache.block_size)
+        stage_slots(staging, step.decodes, step.drafts, step.prefills, self._cache.block_size)
         stage_penalties(staging, step.prefills)
         stage_sampling(staging, step.sampling, step.followed)
         stage_scores(staging, scored)
@@ -164,7 +164,7 @@ class Runner:
             if wanted := logits_chunks(step, chunks):
                 step.prompt_logits = compute_logits(wanted, hidden, self._step.logits)
             # The logits' weights are many: do not read them if no row needs them.
-            step.logits = self._step.logits(hidden[staged.rows]) if step.sampling else hidden.new_empty(0)
+            step.logits = self._step.logits(hidden[staged.picked]) if step.sampling else hidden.new_empty(0)
         else:
             slots = staged.decode_slots
             step.logits = captured.decode(slots) if captured else self._step.decode(slots, longest)
@@ -217,13 +217,16 @@ class Runner:
         """Stage what the forward pass computes; returns the captured steps if one of them fits this step."""
         slots = [slot_of(chunk.sequence) for chunk in step.decodes]
         tiles = self._operations.tiles(chunks)
-        rows = chunks[-1].end if chunks else len(slots)
         captured, padding = self._captured, 0
         if captured is not None and chunks:
-            fitting = captured.size_for(rows, len(tiles))
-            captured, padding = (captured, fitting - rows) if fitting else (None, 0)
+            rows = chunks[-1].end
+            if size := captured.size_for(rows, len(tiles)):
+                padding = size.rows - rows
+                tiles += [(0, 0, 0, 0)] * (size.tiles - len(tiles))
+            else:
+                captured = None
         elif captured is not None:
-            slots += [self._slots.spare] * captured.padding(rows)
+            slots += [self._slots.spare] * captured.padding(len(slots))
         staging.integers("decode_slots", slots)
         staging.integers("tiles", [number for tile in tiles for number in tile])
         staging.integers("new_blocks", step.new_blocks if self._backend.clears_blocks else [])
@@ -238,24 +241,16 @@ class Runner:
         longest_decode: int,
         captured: CapturedSteps | None,
     ) -> Tensor:
-        """Compute a step with prompts: the decodes' newest tokens, the prompts' chunks, and padding.
-
-        Returns its hidden states.
-        """
-        decodes = staged.decode_slots
-        lengths = self._slots.lengths[decodes]
-        prompt_slots, prompt_tokens, prompt_positions = staged.prompts.view(3, -1)
-        tokens = torch.cat([self._slots.tokens[decodes], prompt_tokens])
-        layout = StepLayout(
-            tables=self._slots.tables,
-            slots=torch.cat([decodes, prompt_slots]).int(),
-            positions=torch.cat([lengths, prompt_positions]),
-            decode_lengths=(lengths + 1).int(),
-            longest_decode=longest_decode,
+        """Compute a step with prompts; returns its hidden states."""
+        if captured is not None:
+            return captured.prompts(staged.rows, staged.tiles)
+        return self._step.prompts(
+            staged.rows.view(3, -1),
+            staged.tiles.view(-1, 4),
+            decodes=len(staged.decode_slots),
+            longest=longest_decode,
             chunks=chunks,
-            tiles=staged.tiles.view(-1, 4).int(),
         )
-        return captured.forward(tokens, layout) if captured else self._step.forward(tokens, layout)
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:
@@ -269,20 +264,17 @@ def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:
 
 
 def stage_prompts(staging: Staging, step: Step, *, padding: int, spare: int) -> None:
-    """Stage what prompts and drafts compute, then `padding` rows of the slot `spare`; also who samples."""
-    slots: list[int] = []
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows = list(range(len(step.decodes)))
+    """Stage the rows of a step with prompts or drafts, then padding of the slot `spare`; also who samples."""
+    slots = [slot_of(chunk.sequence) for chunk in step.decodes if step.told]
+    tokens, positions, picked = [-1] * len(slots), [0] * len(slots), list(range(len(slots)))
     for chunk in step.told:
         slots += [slot_of(chunk.sequence)] * chunk.count
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.end)
         if chunk.samples:
-            end = len(step.decodes) + len(tokens)
-            rows += range(end - len(chunk.guesses) - 1, end)
+            picked += range(len(slots) - len(chunk.guesses) - 1, len(slots))
     slots += [spare] * padding
     tokens += [0] * padding
     positions += [-1] * padding
-    staging.integers("prompts", slots + tokens + positions)
-    staging.integers("rows", rows)
+    staging.integers("rows", slots + tokens + positions)
+    staging.integers("picked", picked)

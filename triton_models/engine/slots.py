@@ -36,7 +36,10 @@ class Staging:
         """Return every list by name, each a one-dimensional tensor on `device`; not all may be empty."""
         words = upload(torch.frombuffer(self._words, dtype=torch.int64), device)
         parts = torch.split(words, [length for _, length, _ in self._parts])
-        return {name: part.view(dtype) for part, (name, _, dtype) in zip(parts, self._parts, strict=True)}
+        return {
+            name: part if dtype is words.dtype else part.view(dtype)
+            for part, (name, _, dtype) in zip(parts, self._parts, strict=True)
+        }
 
     def _add(self, name: str, values: "array[int] | array[float]", dtype: torch.dtype) -> None:
         self._words.frombytes(values.tobytes())
@@ -59,11 +62,12 @@ class Staged:
 
     decode_slots: Tensor
     """The decodes' slots, then those of padding."""
-    prompts: Tensor
-    """Three columns: each prompt token's slot, the token, its position; padding at the end."""
-    tiles: Tensor
-    """Four numbers each, see `StepOperations.tiles`."""
     rows: Tensor
+    """Three columns, every row of a step with prompts: its slot, token and position; the decodes first, whose
+    token is -1, since the device knows it and the position; padding at the end."""
+    tiles: Tensor
+    """Four numbers each, see `StepOperations.tiles`; those of padding are 0."""
+    picked: Tensor
     """The rows of a step with prompts that sample."""
     new_blocks: Tensor
     """The blocks to clear; empty where that is not needed."""
@@ -76,6 +80,10 @@ class Staged:
     """Four each: length, number of tokens sampled, seed, top_k."""
     loaded_floats: Tensor
     """float64, three each: temperature, top_p, min_p."""
+    moved_slots: Tensor
+    """The slots of which only the next two are replaced."""
+    moved: Tensor
+    """Two columns: length and number of tokens sampled."""
     table_entries: Tensor
     """Three columns, new entries of block tables: their slots, columns and blocks."""
 
@@ -139,6 +147,8 @@ class SlotTable:
             self.tables.index_fill_(0, slots, PADDING_BLOCK)
             self._integers[:, slots] = staged.loaded_integers.view(-1, 4).T
             self._floats[:, slots] = staged.loaded_floats.view(-1, 3).T
+        if staged.moved_slots.numel():
+            self._integers[:2, staged.moved_slots] = staged.moved.view(2, -1)
         if staged.table_entries.numel():
             rows, columns, blocks = staged.table_entries.view(3, -1)
             self.tables[rows, columns] = blocks.int()
@@ -269,8 +279,10 @@ def slot_of(sequence: Sequence) -> int:
     return sequence.slot
 
 
-def stage_slots(staging: Staging, decodes: list[Chunk], told: list[Chunk], block_size: int) -> None:
-    """Stage the whole slot state of sequences whose tokens the host tells, and the decodes' new blocks."""
+def stage_slots(
+    staging: Staging, decodes: list[Chunk], drafts: list[Chunk], prefills: list[Chunk], block_size: int
+) -> None:
+    """Stage the whole state of slots with prompts; of others, what has changed and the host must tell."""
     slots: list[int] = []
     columns: list[int] = []
     blocks: list[int] = []
@@ -280,10 +292,16 @@ def stage_slots(staging: Staging, decodes: list[Chunk], told: list[Chunk], block
             slots.append(slot_of(chunk.sequence))
             columns.append(column)
             blocks.append(chunk.sequence.blocks[column])
+    for chunk in drafts:
+        # An earlier step has told all blocks before.
+        known, some = chunk.start // block_size, chunk.sequence.blocks
+        slots += [slot_of(chunk.sequence)] * (len(some) - known)
+        columns += range(known, len(some))
+        blocks += some[known:]
     loaded: list[int] = []
     integers: list[int] = []
     floats: list[float] = []
-    for chunk in told:
+    for chunk in prefills:
         sequence, slot = chunk.sequence, slot_of(chunk.sequence)
         params = sequence.request.sampling
         loaded.append(slot)
@@ -295,6 +313,10 @@ def stage_slots(staging: Staging, decodes: list[Chunk], told: list[Chunk], block
     staging.integers("loaded_slots", loaded)
     staging.integers("loaded_integers", integers)
     staging.floats("loaded_floats", floats)
+    staging.integers("moved_slots", [slot_of(chunk.sequence) for chunk in drafts])
+    staging.integers(
+        "moved", [chunk.end for chunk in drafts] + [chunk.sequence.generated for chunk in drafts]
+    )
     staging.integers("table_entries", slots + columns + blocks)
 
 

@@ -239,6 +239,19 @@ def test_sequences_that_copy_together_stay_together() -> None:
     assert len(stats) < 60 // 3
 
 
+def test_the_device_has_the_next_guesses_before_the_last_ones_are_delivered() -> None:
+    model = Copier(liking=1000.0)
+    made = engine(model, OVERLAPPED)
+    made.add(request("a", [*range(CYCLE)] * 2, replace(COPYING, max_tokens=60)))
+    delivered = guessed = 0
+    while made.step():
+        delivered += len(made.take_outputs())
+        # Until the last token, the next step is launched by the time that one's tokens are delivered.
+        assert delivered == 60 or made._launched is not None
+        guessed += made._launched is not None and bool(made._launched.drafts)
+    assert guessed > 5
+
+
 def test_nobody_waits_for_the_guesses_of_one_in_six() -> None:
     made = engine(Copier(liking=1000.0), OVERLAPPED, max_batched_tokens=128)
     others = replace(COPYING, max_tokens=60, logit_bias=dict.fromkeys(range(CYCLE), -2000.0))

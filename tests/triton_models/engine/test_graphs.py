@@ -41,8 +41,9 @@ class Seen(DeviceStep):
 
     def __init__(self) -> None:
         self.slots = SlotTable(SPARE, 4, torch.device("cpu"))
+        self.slots.lengths[2], self.slots.tokens[2] = 5, 9
         self.longest = 64
-        self.layouts: list[StepLayout] = []
+        self.steps: list[tuple[list[int], StepLayout]] = []
 
     def decode(self, slots: Tensor, longest: int) -> Tensor:
         return torch.zeros(len(slots), 1)
@@ -51,23 +52,20 @@ class Seen(DeviceStep):
         return torch.zeros(3, len(slots))
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
-        self.layouts.append(layout)
+        self.steps.append((tokens.tolist(), layout))
         return tokens[:, None].float()
 
 
-def inputs(*, decodes: int, chunk: int, size: int) -> tuple[Tensor, StepLayout]:
+def inputs(*, decodes: int, chunk: int, size: int) -> tuple[Tensor, Tensor]:
     """A step of some decodes and one chunk in a tile for each token, filled up to a captured size."""
-    real = decodes + chunk
-    padding = size - real
-    layout = StepLayout(
-        tables=torch.empty(0),
-        slots=torch.tensor([1] * real + [SPARE] * padding, dtype=torch.int32),
-        positions=torch.tensor([5] * real + [-1] * padding),
-        decode_lengths=torch.full((decodes,), 6, dtype=torch.int32),
-        longest_decode=6,
-        tiles=torch.full((chunk, 4), 3, dtype=torch.int32),
+    padding = size - decodes - chunk
+    slots = [2] * decodes + [1] * chunk + [SPARE] * padding
+    tokens = [-1] * decodes + [7] * chunk + [0] * padding
+    positions = [0] * decodes + [3] * chunk + [-1] * padding
+    tiles = [3] * (4 * chunk)
+    return torch.tensor(slots + tokens + positions), torch.tensor(
+        tiles + [0] * (4 * sum_of(size, 64) - len(tiles))
     )
-    return torch.tensor([9] * real + [0] * padding), layout
 
 
 def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +73,15 @@ def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.M
     step = Seen()
     captured = CapturedSteps(step, largest=96, most_tiles=sum_of)
     captured.capture()
-    step.layouts.clear()
-    captured.forward(*inputs(decodes=5, chunk=80, size=96))
-    hidden = captured.forward(*inputs(decodes=2, chunk=20, size=32))
-    assert hidden[:, 0].tolist() == [9] * 22 + [0] * 10
-    before, layout = step.layouts
-    assert (before.decode_lengths.data_ptr(), len(before.slots)) == (layout.decode_lengths.data_ptr(), 96)
+    step.steps.clear()
+    captured.prompts(*inputs(decodes=5, chunk=80, size=96))
+    hidden = captured.prompts(*inputs(decodes=2, chunk=20, size=32))
+    (before, _), (tokens, layout) = step.steps
+    assert len(before) == 96
+    assert tokens == [9] * 2 + [7] * 20 + [0] * 10
+    assert hidden[:, 0].tolist() == tokens
     assert layout.decode_lengths.tolist() == [6, 6] + [0] * (SPARE - 2)
-    assert layout.slots.tolist() == [1] * 22 + [SPARE] * 10
-    assert layout.positions.tolist() == [5] * 22 + [-1] * 10
+    assert layout.slots.tolist() == [2] * 2 + [1] * 20 + [SPARE] * 10
+    assert layout.positions.tolist() == [5] * 2 + [3] * 20 + [-1] * 10
     assert layout.tiles is not None
     assert layout.tiles.sum(1).tolist() == [12] * 20 + [0] * (len(layout.tiles) - 20)

@@ -16,12 +16,19 @@ def sequence(slot: int, sampling: SamplingParams) -> Sequence:
     return made
 
 
-def load(table: SlotTable, *, decodes: Sequence | None = None, prefills: Sequence | None = None) -> None:
-    """Load a step with one more token of the one, and all tokens of the other."""
+def load(
+    table: SlotTable,
+    *,
+    decodes: Sequence | None = None,
+    drafts: Sequence | None = None,
+    prefills: Sequence | None = None,
+) -> None:
+    """Load a step with one more token of the first, also with two guesses, and all tokens of the third."""
     staging = Staging()
     stage_slots(
         staging,
         [] if decodes is None else [Chunk(decodes, decodes.computed, 1, samples=True)],
+        [] if drafts is None else [Chunk(drafts, drafts.computed, 3, samples=True, guesses=(7, 8))],
         [] if prefills is None else [Chunk(prefills, 0, len(prefills.tokens), samples=True)],
         4,
     )
@@ -55,12 +62,31 @@ def test_a_decode_brings_a_block_only_where_it_begins_one() -> None:
     decoding.blocks = [9, 1]
     decoding.computed = 3
     staging = Staging()
-    stage_slots(staging, [Chunk(decoding, 3, 1, samples=True)], [], 4)
+    stage_slots(staging, [Chunk(decoding, 3, 1, samples=True)], [], [], 4)
     staging.integers("anything", [1])
     assert not staging.upload(CPU)["table_entries"].numel()
     decoding.computed = 4
     load(table, decodes=decoding)
     assert table.tables.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_guesses_tell_how_far_their_sequence_is_and_the_blocks_from_there_on() -> None:
+    table = SlotTable(3, 4, CPU)
+    guessing = sequence(1, SamplingParams(temperature=0.5, top_k=7, seed=-3))
+    guessing.blocks = [5]
+    load(table, prefills=guessing)
+    # Three guesses were right, and the draw after them.
+    guessing.tokens += [1, 2, 3, 4]
+    guessing.computed = 6
+    guessing.blocks += [6, 9]
+    load(table, drafts=guessing)
+    assert table.tables[1].tolist() == [5, 6, 9, 0]
+    assert (table.lengths[1], table.drawn[1], table.seeds[1]) == (9, 4, -3)
+    assert (table.temperatures[1], table.top_k[1]) == (0.5, 7)
+    # The first block was told before.
+    table.tables[1, 0] = 0
+    load(table, drafts=guessing)
+    assert table.tables[1].tolist() == [0, 6, 9, 0]
 
 
 def test_a_step_advances_what_it_decoded_and_what_it_sampled() -> None:

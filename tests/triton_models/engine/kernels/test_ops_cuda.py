@@ -265,7 +265,9 @@ def test_every_step_of_prompts_has_room_among_the_captured(
         row += length
     step = DeviceStep(model, PLAIN, operations, SlotTable(64, 4, device), longest=512)
     prompts = CapturedSteps(step, largest=160, most_tiles=operations.most_tiles)
-    assert prompts.size_for(row, len(operations.tiles(chunks))) == 160
+    size = prompts.size_for(row, len(operations.tiles(chunks)))
+    assert size is not None
+    assert size.rows == 160
 
 
 @pytest.mark.parametrize(("decodes", "tile"), [(4, 128), (300, 64)])
