@@ -62,6 +62,7 @@ _LOOK_S = 0.5
 _UNSEEN_S = 3.0
 """Nothing is claimed of a time in which nobody looked for longer."""
 _SETTLED_S = 120.0
+_ENDED_S = 20.0
 _MORE_TASKS = 4
 _MORE_DESCRIPTORS = 8
 """Channels that come and go."""
@@ -408,11 +409,10 @@ def main(seconds: int, clients: int, seed: int | None, flags: tuple[str, ...]) -
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         with _running(flags, Path(folder)) as (stack, kserve):
             results, faults = asyncio.run(_storm(stack, kserve, clients, seconds, seed))
-        _, living = psutil.wait_procs(list(stack.processes.values()), timeout=20)
-        faults += [f"process {each.pid} is left" for each in living if _runs(each)]
+        _table(results)
+        faults += [f"process {each.pid} is left" for each in _left([*stack.processes.values()])]
         faults += [f"shared memory is left: {name}" for name in stack.left_in_memory()]
         log = stack.log.read_text(encoding="utf-8", errors="replace")
-    _table(results)
     faults += [f"in the log, {log.count(sign)} times: {sign}" for sign in _FAULTS_OF_CODE if sign in log]
     wrong = [result for result in results if result.ending is Ending.WRONG]
     for result in wrong:
@@ -426,6 +426,14 @@ def main(seconds: int, clients: int, seed: int | None, flags: tuple[str, ...]) -
         click.echo(f"the log ends:\n{log[-3000:]}")
         sys.exit(1)
     click.echo("everything holds")
+
+
+def _left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return which of the gateway's processes do not end within `_ENDED_S` of it."""
+    deadline = time.monotonic() + _ENDED_S
+    while (living := [each for each in processes if _runs(each)]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return living
 
 
 def _runs(process: psutil.Process) -> bool:
