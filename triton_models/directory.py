@@ -15,11 +15,9 @@ CHATGLM_TYPE: Final = "chatglm"
 """The `model_type` of ChatGLM2, ChatGLM3 and GLM-4 in their original form."""
 
 NATIVE_TYPES: Final = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
-"""The `model_type` of each of transformers' own classes that is served (see `triton_models.native`)."""
+"""The `model_type` of transformers' own classes that are served and much like Llama's."""
 
 BLOOM_TYPE: Final = "bloom"
-"""The `model_type` of BLOOM (see `triton_models.native_bloom`)."""
-
 SERVED_TYPES: Final = (CHATGLM_TYPE, *NATIVE_TYPES, BLOOM_TYPE)
 
 _GLM_TYPES: Final = (CHATGLM_TYPE, "glm", "glm4")

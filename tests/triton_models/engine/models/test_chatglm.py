@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,21 @@ import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_pass, whole_passes
-from triton_models.checkpoint import load_model, tensor_places
+from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import Linear
-from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
+from triton_models.engine.models import Rotary
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
+from triton_models.families import read_shape
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
 
 @dataclass(frozen=True)
 class Golden:
-    model: ChatGLM
+    model: Decoder
     cases: list[dict[str, Any]]
 
 
@@ -35,13 +38,6 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
     assert len(cases) >= 6
     return Golden(model, cases)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_models_size_is_known_before_it_is_allocated(golden: Golden, dtype: torch.dtype) -> None:
-    model = ChatGLM(golden.model.config, dtype=dtype, device=torch.device("cpu"))
-    tensors = [*tensor_places(model).values(), model._rotary.cos, model._rotary.sin]
-    assert model.config.nbytes(dtype) == sum(tensor.nbytes for tensor in tensors)
 
 
 class CountedRows(WholeSequence):
@@ -150,23 +146,32 @@ def test_a_prompts_log_probabilities_are_those_of_one_pass_over_it(golden: Golde
                 )
 
 
-def test_rope_ratio_multiplies_the_base(golden: Golden) -> None:
-    config = replace(golden.model.config, rope_ratio=50.0)
-    rotary = _rotary_table(config, torch.device("cpu"))
+def rotary(directory: Path, name: str, **changes: float) -> Rotary:
+    """The tables of a golden checkpoint with another configuration."""
+    directory.mkdir()
+    document = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8")) | changes
+    (directory / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    shutil.copy(GOLDEN / name / "tokenizer_config.json", directory)
+    tables = Decoder(read_shape(directory), dtype=torch.float32, device=torch.device("cpu")).positions
+    assert isinstance(tables, Rotary)
+    return tables
+
+
+def test_rope_ratio_multiplies_the_base(tmp_path: Path) -> None:
+    tables = rotary(tmp_path / "long", "chatglm3", rope_ratio=50)
     # Half of 16 numbers is rotated, in 4 pairs.
     for pair in range(4):
         angle = 300 / (10_000 * 50) ** (2 * pair / 8)
-        assert rotary.cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
-        assert rotary.sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
+        assert tables.cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
+        assert tables.sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
 
 
-def test_position_ratio_divides_positions_beyond_8k(golden: Golden) -> None:
-    config = replace(golden.model.config, position_ratio=4.0, seq_length=9001)
-    rotary = _rotary_table(config, torch.device("cpu"))
+def test_with_chatglm2_it_divides_positions_beyond_8k(tmp_path: Path) -> None:
+    tables = rotary(tmp_path / "long", "chatglm2", rope_ratio=4, seq_length=9001)
     for pair in range(4):
         angle = 9000 / 4 / 10_000 ** (2 * pair / 8)
-        assert rotary.cos[9000, pair].item() == pytest.approx(math.cos(angle), abs=1e-3)
-        assert rotary.sin[9000, pair].item() == pytest.approx(math.sin(angle), abs=1e-3)
+        assert tables.cos[9000, pair].item() == pytest.approx(math.cos(angle), abs=1e-3)
+        assert tables.sin[9000, pair].item() == pytest.approx(math.sin(angle), abs=1e-3)
 
 
 def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
