@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, layer_norm, linear, rms_norm, silu
 
 from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
-from triton_models.engine.linear import Linear, pack, why_not_packed
+from triton_models.engine.linear import Linear, why_not_packed
 from triton_models.engine.models import ChunkRows, KVShape, Rotary, StepLayout
 from triton_models.engine.ops_torch import PlainMath, TorchOperations
 
@@ -206,7 +206,7 @@ def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: 
     operations = PlainMath()
 
     def made(weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return pack(Linear(weight, bias)) if packed else Linear(weight, bias)
+        return Linear(weight, bias).packed() if packed else Linear(weight, bias)
 
     gate, up = linear(inputs, wide).chunk(2, dim=-1)
     # Plain torch rounds what is added twice, and what is gated three times.
