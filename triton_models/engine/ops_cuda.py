@@ -14,7 +14,7 @@ from triton_models.engine.kernels.attention_prefill import (
     prefill_config,
     queries_per_tile,
 )
-from triton_models.engine.kernels.elementwise import gelu, layer_norm, norm, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import gelu, norm, rotate_store, swiglu
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
 from triton_models.engine.kernels.quantised import MAX_ROWS as QUANTISED_ROWS
 from triton_models.engine.kernels.quantised import expand, quantised_linear, scaled_product
@@ -117,13 +117,9 @@ class CudaOperations:
             prefill_attention(queries, keys, values, tables, layout.tiles, attended, slopes=slopes)
         return attended.flatten(1)
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm of [T, width] in one launch."""
-        return norm(hidden, weight, epsilon)
-
-    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """Return the LayerNorm of [T, width] in one launch."""
-        return layer_norm(hidden, weight, bias, epsilon)
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
+        """Return the LayerNorm of [T, width], or without a bias the RMSNorm, in one launch."""
+        return norm(hidden, weight, epsilon, bias)
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""

@@ -222,9 +222,7 @@ class Decoder:
         return self._add(hidden, activate(normed, layer.up), layer.down, layer.output_norm, operations)
 
     def _norm(self, hidden: Tensor, norm: Norm, operations: Operations) -> Tensor:
-        if norm.bias is None:
-            return operations.norm(hidden, norm.weight, self.config.epsilon)
-        return operations.layer_norm(hidden, norm.weight, norm.bias, self.config.epsilon)
+        return operations.norm(hidden, norm.weight, self.config.epsilon, norm.bias)
 
     def _norm_heads(self, heads: Tensor, query_norm: Norm, key_norm: Norm, operations: Operations) -> None:
         """Norm the query and key heads among `heads`, [T, heads, head_dim], in place."""
