@@ -11,9 +11,10 @@ import regex
 import torch
 from safetensors.torch import save_file
 
+from triton_models.directory import TOKENIZER_FILE
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.families import read_shape, tensor_places
-from triton_models.text.tokenizers import PATTERN, SPECIAL_TOKENS, TOKENIZER_FILE, load_tokenizer
+from triton_models.text.tokenizers import PATTERN, SPECIAL_TOKENS, load_tokenizer
 
 MERGES = 180
 RANKS = 256 + MERGES

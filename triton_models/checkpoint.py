@@ -20,12 +20,14 @@ from triton_models.engine.capacity import GIB, total_bytes
 from triton_models.engine.linear import Linear
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.quantised import QUANTISATIONS
-from triton_models.errors import CheckpointError
+from triton_models.errors import CheckpointError, faults_name_the_file
 from triton_models.families import Place, read_shape, tensor_names
 from triton_models.weight_formats import PackedMatrices, WeightFormat, agreed_quantization, read_format
 
 LoadProgress = Callable[[int, int], None]
 """Called with two byte counts of the model's weights: those filled so far, and the total."""
+
+_BROKEN = "truncated or not a weight file"
 
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -151,12 +153,12 @@ def open_shard(path: Path) -> Iterator[Shard]:
     """
     if path.suffix == ".safetensors":
         with ExitStack() as stack:
-            with _faults_named(path):
+            with faults_name_the_file(path, _BROKEN):
                 file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            yield Shard(set(file.keys()), _faults_named(path)(file.get_tensor))
+            yield Shard(set(file.keys()), faults_name_the_file(path, _BROKEN)(file.get_tensor))
     else:
         # weights_only: a pickle with anything but tensors and plain containers is refused.
-        with _faults_named(path):
+        with faults_name_the_file(path, _BROKEN):
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(tensors, dict):
             raise CheckpointError(f"{path}: holds a {type(tensors).__name__} instead of named tensors")
@@ -193,14 +195,3 @@ def _fill(path: Path, name: str, read: Callable[[str], Tensor], place: str, miss
     except ValueError as error:
         raise CheckpointError(f"{path}: tensor {name!r} {error}") from error
     return destination.nbytes
-
-
-@contextmanager
-def _faults_named(path: Path) -> Iterator[None]:
-    """Turn any exception that the readers raise for a broken file into an error that names the file."""
-    try:
-        yield
-    except Exception as error:
-        # The readers are other libraries' code: damaged bytes can make them raise exceptions of any type.
-        detail = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{path}: truncated or not a weight file: {detail[0]}") from error

@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 
 from bench.engine import random_model
 from bench.gpu.tokenizer import tokenizer_model
+from triton_models.directory import TOKENIZER_FILE
 from triton_models.engine.models.decoder import DecoderConfig
 from triton_models.engine.models.positions import Rope
 from triton_models.families import tensor_places
-from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE
+from triton_models.text.tokenizers import SPECIAL_TOKENS
 
 _SPECIAL = len(SPECIAL_TOKENS["chatglm3"])
 """Number of special ids, which follow the pieces."""

@@ -1,9 +1,7 @@
 """The engine on the golden checkpoints, against what the original code answered in fp32."""
 
 import json
-import math
 import random
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,9 @@ from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_pa
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Rotary
 from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
-from triton_models.families import read_shape
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
@@ -144,34 +140,6 @@ def test_a_prompts_log_probabilities_are_those_of_one_pass_over_it(golden: Golde
                 assert [value for _, value in each.top] == pytest.approx(
                     row.topk(3).values.tolist(), abs=1e-4
                 )
-
-
-def rotary(directory: Path, name: str, **changes: float) -> Rotary:
-    """The tables of a golden checkpoint with another configuration."""
-    directory.mkdir()
-    document = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8")) | changes
-    (directory / "config.json").write_text(json.dumps(document), encoding="utf-8")
-    shutil.copy(GOLDEN / name / "tokenizer_config.json", directory)
-    tables = Decoder(read_shape(directory), dtype=torch.float32, device=torch.device("cpu")).positions
-    assert isinstance(tables, Rotary)
-    return tables
-
-
-def test_rope_ratio_multiplies_the_base(tmp_path: Path) -> None:
-    tables = rotary(tmp_path / "long", "chatglm3", rope_ratio=50)
-    # Half of 16 numbers is rotated, in 4 pairs.
-    for pair in range(4):
-        angle = 300 / (10_000 * 50) ** (2 * pair / 8)
-        assert tables.cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
-        assert tables.sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
-
-
-def test_with_chatglm2_it_divides_positions_beyond_8k(tmp_path: Path) -> None:
-    tables = rotary(tmp_path / "long", "chatglm2", rope_ratio=4, seq_length=9001)
-    for pair in range(4):
-        angle = 9000 / 4 / 10_000 ** (2 * pair / 8)
-        assert tables.cos[9000, pair].item() == pytest.approx(math.cos(angle), abs=1e-3)
-        assert tables.sin[9000, pair].item() == pytest.approx(math.sin(angle), abs=1e-3)
 
 
 def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:
