@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from tests.triton_models.serving.fakes import wait_until
-from tests.triton_models.vllm.fakes import PB_UTILS, FakeEngine, Sender
+from tests.triton_models.serving.fakes import PB_UTILS, wait_until
+from tests.triton_models.vllm.fakes import FakeEngine, Sender
 from triton_models.vllm.service import Arrival, Call, Service
 
 STREAM = {"stream": [True]}
