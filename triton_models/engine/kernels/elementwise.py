@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import padded_dims
+from triton_models.engine.kernels.heads import padded
 
 _NUMBERS_PER_WARP = 512
 _ACTIVATION_BLOCK = 1024
@@ -103,7 +103,7 @@ def rotate_store(
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        DIMS=padded_dims(head_dim),
+        DIMS=padded(head_dim),
         PAIRS=0 if cos is None else cos.shape[1],
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
