@@ -13,6 +13,7 @@ from transformers import GlmConfig, GlmForCausalLM
 
 from bench.usual_work import TEMPERATURE, TOP_P, Job
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.families import tensor_names
 
 
 class PaddedGenerate:
@@ -90,25 +91,5 @@ def _native_config(config: DecoderConfig) -> GlmConfig:
 
 def _native_weights(model: Decoder) -> dict[str, Tensor]:
     """Return the weights by their native names: views, except the norms, which become the model's dtype."""
-    config, dtype = model.config, model.dtype
-    widths = [config.query_width, config.kv_width, config.kv_width]
-    weights = {
-        "model.embed_tokens.weight": model.embedding,
-        "model.norm.weight": model.final_norm.weight.to(dtype),
-        "lm_head.weight": model.head.weight,
-    }
-    for index, layer in enumerate(model.layers):
-        named = {
-            "self_attn.o_proj.weight": layer.attention_out.weight,
-            "mlp.gate_up_proj.weight": layer.up.weight,
-            "mlp.down_proj.weight": layer.down.weight,
-            "input_layernorm.weight": layer.input_norm.weight.to(dtype),
-            "post_attention_layernorm.weight": layer.feed_forward_norm.weight.to(dtype),
-        }
-        for letter, matrix in zip("qkv", torch.split(layer.qkv.weight, widths), strict=True):
-            named[f"self_attn.{letter}_proj.weight"] = matrix
-        if layer.qkv.bias is not None:
-            for letter, bias in zip("qkv", torch.split(layer.qkv.bias, widths), strict=True):
-                named[f"self_attn.{letter}_proj.bias"] = bias
-        weights |= {f"model.layers.{index}.{name}": tensor for name, tensor in named.items()}
-    return weights
+    places = tensor_names(model, "glm").places
+    return {name: each.to(model.dtype) for name, each in places.items() if isinstance(each, Tensor)}

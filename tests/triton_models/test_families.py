@@ -282,8 +282,6 @@ def write(directory: Path, family: str) -> None:
     """Write a checkpoint of transformers' classes, or of ChatGLM."""
     if family == "chatglm":
         write_chatglm(directory)
-    elif family == "bloom":
-        write_bloom(directory)
     elif family == "untied bloom":
         write_bloom(directory, tie_word_embeddings=False)
     else:

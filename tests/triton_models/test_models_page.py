@@ -27,7 +27,7 @@ from tests.glm4_checkpoint import CONFIG, write_checkpoint
 from tests.template_checkpoint import write_tokenizer
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.native_glm import native
-from tests.triton_models.native_checkpoint import write_bloom, write_native
+from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import Linear
@@ -73,10 +73,6 @@ def transformers(family: str, directory: Path) -> Case:
     return reference(write_native(directory, family))
 
 
-def bloom(directory: Path) -> Case:
-    return reference(write_bloom(directory))
-
-
 @dataclass(frozen=True)
 class Family:
     """A row of the table."""
@@ -99,7 +95,7 @@ FAMILIES = (
     Family("`MistralForCausalLM`", partial(transformers, "mistral"), template=TALK + "{# [TOOL_CALLS] #}"),
     Family("`Qwen2ForCausalLM`", partial(transformers, "qwen2"), template=TALK + "{# <tool_call> #}"),
     Family("`Qwen3ForCausalLM`", partial(transformers, "qwen3"), template=TALK + "{# <tool_call> #}"),
-    Family("`BloomForCausalLM`", bloom),
+    Family("`BloomForCausalLM`", partial(transformers, "bloom")),
 )
 
 

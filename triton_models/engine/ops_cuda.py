@@ -1,10 +1,10 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.kernels.attention_decode import DecodeWorkspace, decode_attention, plan_decode
@@ -164,13 +164,7 @@ def _library_product(inputs: Tensor, matrix: Linear) -> Tensor:
         return scaled_product(inputs, matrix) if fits else matrix(inputs)
     if not isinstance(matrix, QuantisedLinear):
         return matrix(inputs)
-    step = max(1, _EXPANDED_WEIGHTS // matrix.columns)
-    parts = [
-        functional.linear(inputs, expand(matrix, start, start + step))
-        for start in range(0, len(matrix.weight), step)
-    ]
-    product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return product if matrix.bias is None else product.add_(matrix.bias)
+    return matrix.by_parts(inputs, partial(expand, matrix), _EXPANDED_WEIGHTS)
 
 
 def _sm_count(device: torch.device) -> int:

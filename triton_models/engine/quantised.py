@@ -6,7 +6,7 @@ as they are filled in, so that loading never holds a second copy of the weights.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Self
@@ -104,11 +104,22 @@ class QuantisedLinear(Linear):
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]; expands a few of its rows at a time."""
-        step = max(1, _PRODUCT_WEIGHTS // self.columns)
         wide = torch.float32 if _emulates(inputs) else self.dtype
-        widened = inputs.to(wide)
+        return self.by_parts(
+            inputs.to(wide), lambda start, stop: self.exact(start, stop).to(wide), _PRODUCT_WEIGHTS
+        )
+
+    def by_parts(self, inputs: Tensor, expand: Callable[[int, int], Tensor], weights: int) -> Tensor:
+        """Return `inputs @ weight.T + bias` in the model's dtype.
+
+        Args:
+            inputs: [T, K].
+            expand: returns the weights of rows `start` to `stop` - 1 in the dtype of `inputs`.
+            weights: most weights that are expanded at once, but for those of one row.
+        """
+        step = max(1, weights // self.columns)
         parts = [
-            functional.linear(widened, self.exact(start, start + step).to(wide)).to(self.dtype)
+            functional.linear(inputs, expand(start, start + step)).to(self.dtype)
             for start in range(0, len(self.weight), step)
         ]
         product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.whole_pass import whole_passes
-from tests.triton_models.native_checkpoint import write_bloom, write_native
+from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
 from triton_models.directory import BLOOM_TYPE, NATIVE_TYPES
 from triton_models.engine import ops_torch
@@ -59,19 +58,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def write(directory: Path, family: str, **changes: Any) -> PreTrainedModel:
-    if family == BLOOM_TYPE:
-        return write_bloom(directory, **changes)
-    return write_native(directory, family, **changes)
-
-
 def test_every_family_is_compared() -> None:
     assert {family for family, _ in CASES} == {*NATIVE_TYPES, BLOOM_TYPE}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_logits_are_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    reference = write(tmp_path, family, **changes)
+    reference = write_native(tmp_path, family, **changes)
     model = load_model(tmp_path, torch.float32, CPU)
     tokens = [(7 * number) % 320 for number in range(100)]
     with torch.inference_mode():
@@ -85,7 +78,7 @@ def test_greedy_answers_are_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], budget: int
 ) -> None:
     """Two at a time, prompts in chunks or whole, and biases of a few rows at a time."""
-    reference = write(tmp_path, family, **changes)
+    reference = write_native(tmp_path, family, **changes)
     monkeypatch.setattr(ops_torch, "_BIASES", 700)
     prompts = [PROMPT, PROMPT[:4] * 9]
     settings = EngineSettings(block_size=4, max_running=4, max_batched_tokens=budget)
