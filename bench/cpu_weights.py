@@ -26,12 +26,12 @@ SIZES = {
     "100M": MEDIUM,
     "800M": replace(
         MEDIUM,
-        num_layers=16,
-        hidden_size=2048,
-        ffn_hidden_size=5504,
-        num_attention_heads=16,
-        kv_channels=128,
-        padded_vocab_size=32768,
+        layers=16,
+        hidden=2048,
+        feed_forward=5504,
+        query_heads=16,
+        head_dim=128,
+        vocabulary=32768,
     ),
 }
 """Shapes of ChatGLM by their number of parameters."""

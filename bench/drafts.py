@@ -23,9 +23,7 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 
-LARGE = replace(
-    MEDIUM, num_layers=28, hidden_size=4096, ffn_hidden_size=13696, num_attention_heads=32, kv_channels=128
-)
+LARGE = replace(MEDIUM, layers=28, hidden=4096, feed_forward=13696, query_heads=32, head_dim=128)
 PERIOD = 50
 NEW_TOKENS = 192
 

@@ -13,7 +13,8 @@ from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import Linear
 from triton_models.engine.models import CausalModel
-from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.engine.models.positions import Rope
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
@@ -21,17 +22,18 @@ from triton_models.engine.settings import EngineSettings
 
 _INITIAL_SPREAD = 0.02
 
-MEDIUM = ChatGLMConfig(
-    num_layers=12,
-    hidden_size=768,
-    ffn_hidden_size=2048,
-    num_attention_heads=12,
-    multi_query_group_num=2,
-    kv_channels=64,
-    padded_vocab_size=16384,
-    seq_length=2048,
-    layernorm_epsilon=1e-5,
-    add_qkv_bias=True,
+MEDIUM = DecoderConfig(
+    layers=12,
+    hidden=768,
+    feed_forward=2048,
+    query_heads=12,
+    kv_heads=2,
+    head_dim=64,
+    vocabulary=16384,
+    positions=2048,
+    epsilon=1e-5,
+    rope=Rope(share=0.5, base=10_000.0),
+    qkv_bias=True,
 )
 """About 100 million parameters."""
 
@@ -54,21 +56,21 @@ SAMPLINGS = {
 
 
 def random_model(
-    config: ChatGLMConfig, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
-) -> ChatGLM:
+    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> Decoder:
     """Return a model of this shape with random weights, of which only the speed is meaningful."""
     form = Linear if quantization is None else QUANTISATIONS[quantization]
-    model = ChatGLM(config, dtype=dtype, device=device, form=form)
+    model = Decoder(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(0)
     norms = [model.final_norm]
     matrices = [model.embedding, model.head.place]
     for layer in model.layers:
-        norms += [layer.input_norm, layer.post_attention_norm]
-        matrices += [each.place for each in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+        norms += [layer.input_norm, layer.feed_forward_norm]
+        matrices += [each.place for each in (layer.qkv, layer.attention_out, layer.up, layer.down)]
         if layer.qkv.bias is not None:
             matrices.append(layer.qkv.bias)
     for norm in norms:
-        norm.fill_(1.0)
+        norm.weight.fill_(1.0)
     for matrix in matrices:
         # Drawn in float32 whatever the dtype, so that each has the same weights.
         weights = torch.empty(matrix.shape, dtype=torch.float32, device=device)

@@ -71,7 +71,7 @@ def measure(shape: str, quantization: str | None, *, device: str, prompt: int, o
     where = torch.device(device)
     dtype, _ = choose_dtype("auto", where, quantization)
     # ChatGLM3-6B's own context is 8,192 tokens with the prompt, ChatGLM2-6B's 32,768.
-    config = replace(SHAPES[shape], seq_length=max(SHAPES[shape].seq_length, prompt + 1, output + 1))
+    config = replace(SHAPES[shape], positions=max(SHAPES[shape].positions, prompt + 1, output + 1))
     with torch.inference_mode():
         model = random_model(config, dtype=dtype, device=where, quantization=quantization)
         loaded = torch.cuda.memory_allocated(where)

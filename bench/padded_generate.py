@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import GlmConfig, GlmForCausalLM
 
 from bench.usual_work import TEMPERATURE, TOP_P, Job
-from triton_models.engine.models.chatglm import ROPE_BASE, ChatGLM, ChatGLMConfig
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.families import tensor_names
 
 
 class PaddedGenerate:
-    """Runs a `ChatGLM` through transformers' `generate`, sharing the model's matrices."""
+    """Runs a ChatGLM through transformers' `generate`, sharing the model's matrices."""
 
-    def __init__(self, model: ChatGLM) -> None:
+    def __init__(self, model: Decoder) -> None:
         config = _native_config(model.config)
         with torch.device("meta"):
             native = GlmForCausalLM(config)
@@ -62,21 +63,23 @@ class PaddedGenerate:
         return answers
 
 
-def _native_config(config: ChatGLMConfig) -> GlmConfig:
+def _native_config(config: DecoderConfig) -> GlmConfig:
+    if config.rope is None:
+        raise ValueError("only models that rotate have this class")
     return GlmConfig(
-        vocab_size=config.padded_vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.multi_query_group_num,
-        head_dim=config.kv_channels,
-        attention_bias=config.add_qkv_bias,
-        rms_norm_eps=config.layernorm_epsilon,
-        max_position_embeddings=config.seq_length,
+        vocab_size=config.vocabulary,
+        hidden_size=config.hidden,
+        intermediate_size=config.feed_forward,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.query_heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        attention_bias=config.qkv_bias,
+        rms_norm_eps=config.epsilon,
+        max_position_embeddings=config.positions,
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": ROPE_BASE * config.rope_ratio,
+            "rope_theta": config.rope.base,
             "partial_rotary_factor": 0.5,
         },
         tie_word_embeddings=False,
@@ -86,27 +89,7 @@ def _native_config(config: ChatGLMConfig) -> GlmConfig:
     )
 
 
-def _native_weights(model: ChatGLM) -> dict[str, Tensor]:
+def _native_weights(model: Decoder) -> dict[str, Tensor]:
     """Return the weights by their native names: views, except the norms, which become the model's dtype."""
-    config, dtype = model.config, model.dtype
-    widths = [config.query_width, config.kv_width, config.kv_width]
-    weights = {
-        "model.embed_tokens.weight": model.embedding,
-        "model.norm.weight": model.final_norm.to(dtype),
-        "lm_head.weight": model.head.weight,
-    }
-    for index, layer in enumerate(model.layers):
-        named = {
-            "self_attn.o_proj.weight": layer.attention_out.weight,
-            "mlp.gate_up_proj.weight": layer.gate_up.weight,
-            "mlp.down_proj.weight": layer.down.weight,
-            "input_layernorm.weight": layer.input_norm.to(dtype),
-            "post_attention_layernorm.weight": layer.post_attention_norm.to(dtype),
-        }
-        for letter, matrix in zip("qkv", torch.split(layer.qkv.weight, widths), strict=True):
-            named[f"self_attn.{letter}_proj.weight"] = matrix
-        if layer.qkv.bias is not None:
-            for letter, bias in zip("qkv", torch.split(layer.qkv.bias, widths), strict=True):
-                named[f"self_attn.{letter}_proj.bias"] = bias
-        weights |= {f"model.layers.{index}.{name}": tensor for name, tensor in named.items()}
-    return weights
+    places = tensor_names(model, "glm").places
+    return {name: each.to(model.dtype) for name, each in places.items() if isinstance(each, Tensor)}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -24,11 +23,12 @@ from bench.gpu.servers import Server
 from bench.serving import running
 from bench.usual_work import Job, Run, by_engine, by_server, draw, in_batches, warm_up_batch
 from gateway.commands.load_rows import percentile
-from triton_models.checkpoint import load_model, read_config
+from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
+from triton_models.families import read_shape
 
 Way = Callable[[Sequence[Job], int], Run]
 """A way to serve: takes the requests and the number of clients."""
@@ -121,7 +121,7 @@ class Measured:
                 )
 
 
-def ways_here(model: ChatGLM, plan: Plan) -> dict[str, Way]:
+def ways_here(model: Decoder, plan: Plan) -> dict[str, Way]:
     """Return the ways that run in this process, each set up and warmed up."""
     # Not at the top: the other measurements do not need transformers.
     from bench.padded_generate import PaddedGenerate  # noqa: PLC0415
@@ -168,7 +168,7 @@ def measure_on_cpu(checkpoint: Path, plans: Mapping[str, Plan]) -> Iterator[Usua
         for directory, kind in ((medium, "random"), (checkpoint, "demo")):
             for dtype in (torch.float32, torch.bfloat16):
                 plan, name = plans[kind], str(dtype).removeprefix("torch.")
-                model = cast("ChatGLM", load_model(directory, dtype, _CPU))
+                model = load_model(directory, dtype, _CPU)
                 measured = Measured()
                 with running("--model", f"m={directory}", "--dtype", name) as url:
                     ways = ways_here(model, plan) | {SERVED: way_served(url, "m", model.vocab_size)}
@@ -195,13 +195,13 @@ def measure_shape(
         RuntimeError: a request or transformers failed.
         ImportError: transformers is not installed.
     """
-    config = read_config(checkpoint)
+    config = read_shape(checkpoint)
     model = random_model(config, dtype=getattr(torch, dtype), device=torch.device(device))
     measured.measure(ways_here(model, plan), plan, model.vocab_size)
     del model
     gc.collect()
     torch.cuda.empty_cache()
     with server as served:
-        vocabulary = config.padded_vocab_size
+        vocabulary = config.vocabulary
         way = way_served(served.url, served.model, vocabulary)
         measured.measure({SERVED: way}, plan, vocabulary)

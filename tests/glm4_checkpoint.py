@@ -11,9 +11,10 @@ import regex
 import torch
 from safetensors.torch import save_file
 
-from triton_models.checkpoint import read_config, tensor_places
-from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
-from triton_models.text.tokenizers import PATTERN, SPECIAL_TOKENS, TOKENIZER_FILE, load_tokenizer
+from triton_models.directory import TOKENIZER_FILE
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.families import read_shape, tensor_places
+from triton_models.text.tokenizers import PATTERN, SPECIAL_TOKENS, load_tokenizer
 
 MERGES = 180
 RANKS = 256 + MERGES
@@ -142,7 +143,7 @@ def write_checkpoint(
     stops = [RANKS + names.index(name) for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
     _write_json(directory / "config.json", values | {"eos_token_id": stops, "pad_token_id": stops[0]})
     _write_json(directory / "generation_config.json", {"eos_token_id": stops, "do_sample": True})
-    tensors = _weights(read_config(directory), seed)
+    tensors = _weights(read_shape(directory), seed)
     if says is not None:
         tokenizer = load_tokenizer(directory, "glm4")
         special = tokenizer.special_ids
@@ -159,10 +160,10 @@ def write_checkpoint(
     return tensors
 
 
-def _weights(config: ChatGLMConfig, seed: int) -> dict[str, torch.Tensor]:
+def _weights(config: DecoderConfig, seed: int) -> dict[str, torch.Tensor]:
     """Return weights in the published type; the larger, the surer a model is of its next token."""
     generator = torch.Generator().manual_seed(seed)
-    model = ChatGLM(config, dtype=torch.float32, device=torch.device("cpu"))
+    model = Decoder(config, dtype=torch.float32, device=torch.device("cpu"))
     weights = {}
     for name, place in tensor_places(model).items():
         drawn = torch.randn(place.shape, generator=generator)

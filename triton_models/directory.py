@@ -15,17 +15,19 @@ CHATGLM_TYPE: Final = "chatglm"
 """The `model_type` of ChatGLM2, ChatGLM3 and GLM-4 in their original form."""
 
 NATIVE_TYPES: Final = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
-"""The `model_type` of each of transformers' own classes that is served (see `triton_models.native`)."""
+"""The `model_type` of transformers' own classes that are served and much like Llama's."""
 
 BLOOM_TYPE: Final = "bloom"
-"""The `model_type` of BLOOM (see `triton_models.native_bloom`)."""
-
 SERVED_TYPES: Final = (CHATGLM_TYPE, *NATIVE_TYPES, BLOOM_TYPE)
 
 _GLM_TYPES: Final = (CHATGLM_TYPE, "glm", "glm4")
 """Those whose tokenizer may be ChatGLM's own."""
 
-_TOKENIZER_FILE, _TOKENIZER_JSON = "tokenizer.model", "tokenizer.json"
+TOKENIZER_FILE: Final = "tokenizer.model"
+"""The tokenizer's file in ChatGLM's own layout, whatever its contents."""
+TOKENIZER_JSON: Final = "tokenizer.json"
+"""That of Hugging Face's tokenizers."""
+
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX_SUFFIX = ".index.json"
 
@@ -116,7 +118,7 @@ def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_typ
         check_model_type(path, config)
     find_shards(directory)
     template = (chat_format or detect_format(directory)) == "template"
-    tokenizer = directory / (_TOKENIZER_JSON if template else _TOKENIZER_FILE)
+    tokenizer = directory / (TOKENIZER_JSON if template else TOKENIZER_FILE)
     if not tokenizer.is_file():
         written = "; transformers' save_pretrained writes it, too" if template else ""
         raise CheckpointError(f"{tokenizer}: missing; it is among the published files{written}")
@@ -169,7 +171,7 @@ def detect_format(directory: Path) -> FormatName:
     """
     model_type = read_optional_json(directory / "config.json").get("model_type")
     other = model_type in SERVED_TYPES and model_type not in _GLM_TYPES
-    if other or (model_type != CHATGLM_TYPE and (directory / _TOKENIZER_JSON).is_file()):
+    if other or (model_type != CHATGLM_TYPE and (directory / TOKENIZER_JSON).is_file()):
         return "template"
     found = format_evidence(directory)
     if found is None:

@@ -25,6 +25,7 @@ Messages are meant for whoever sent the request or started the server: no traceb
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -120,3 +121,19 @@ def panics_are_errors(library: str) -> Iterator[None]:
     except BaseException as error:
         log.exception("%s panicked", library)
         raise LibraryPanicError(f"{library} failed on this request") from error
+
+
+@contextmanager
+def faults_name_the_file(path: Path, what: str) -> Iterator[None]:
+    """Turn any exception of a library within the block into an error that names the file.
+
+    A library may raise anything on damaged bytes, or on one of a hundred classes.
+
+    Raises:
+        CheckpointError: `path`, and `what` its fault means.
+    """
+    try:
+        yield
+    except Exception as error:
+        detail = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path}: {what}: {detail[0]}") from error

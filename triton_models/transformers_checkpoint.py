@@ -5,8 +5,6 @@ are unpickled. What cannot be served is refused before the weights are read, exc
 outside of attention: these only show with weights.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from triton_models.directory import ConfigNumbers, find_shards, read_json
 from triton_models.engine.capacity import GIB, total_bytes
 from triton_models.engine.models.transformers_model import ATTENTION, TransformersModel, look, nbytes
-from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+from triton_models.errors import CheckpointError, UnsupportedArchitectureError, faults_name_the_file
+
+_UNREADABLE = "transformers cannot read it"
 
 
 def load_transformers(
@@ -42,14 +42,14 @@ def load_transformers(
     config = _read_config(path)
     made = {"dtype": dtype, "attn_implementation": ATTENTION}
     model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with torch.device("meta"), _faults_named(path):
+    with torch.device("meta"), faults_name_the_file(path, _UNREADABLE):
         shape = model_class._from_config(config, **made).eval()  # noqa: SLF001 - its only name
     _check_size(path, shape, device)
     # In 32 bits, the meta device knows no products of experts.
     found = look(shape.bfloat16())
     positions = _check_length(path, config, found.window, max_context)
     find_shards(directory)  # holds that an index names nothing outside of the directory
-    with _faults_named(directory):
+    with faults_name_the_file(directory, _UNREADABLE):
         causal, loaded = model_class.from_pretrained(
             directory,
             config=config,
@@ -76,7 +76,7 @@ def _read_config(path: Path) -> PretrainedConfig:
         )
     if "quantization_config" in raw:
         raise UnsupportedArchitectureError(f"{path}: quantization_config is not supported with this engine")
-    with _faults_named(path):
+    with faults_name_the_file(path, _UNREADABLE):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=False
         )
@@ -129,14 +129,3 @@ def _check_size(path: Path, shape: PreTrainedModel, device: torch.device) -> Non
                 f"{path}: a model of this shape takes {needed / GIB:,.1f} GiB in {shape.dtype},"
                 f" and {place} has {there / GIB:,.1f}"
             )
-
-
-@contextmanager
-def _faults_named(path: Path) -> Iterator[None]:
-    """Turn any exception that transformers raises into an error that names the file."""
-    try:
-        yield
-    except Exception as error:
-        # A hundred classes, and damaged files: exceptions can be of any type.
-        detail = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{path}: transformers cannot read it: {detail[0]}") from error

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from triton_models.engine.quantised import GROUP, StoredWeights
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
-from triton_models.native import Place
+from triton_models.families import Place
 
 log = logging.getLogger(__name__)
 

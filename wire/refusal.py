@@ -1,4 +1,4 @@
-"""Errors of a stream entry, as text that both people and the gateway can read.
+"""Errors of an entry, as text that both people and the gateway can read.
 
 Triton transmits an error as a status and a message, on a stream often as the message alone. So the message
 begins with a code: ``tritongate:queue_full: 512 requests are waiting already``.
@@ -22,7 +22,7 @@ class RefusalCode(enum.StrEnum):
     """The delta channel that the request names is not open, or no longer open."""
     SHUTTING_DOWN = "shutting_down"
     UNAVAILABLE = "unavailable"
-    """Another entry that this one needs is not loaded, or does not answer."""
+    """The entry's engine has died, where that is a process of its own (vLLM's)."""
     INTERNAL = "internal"
 
 

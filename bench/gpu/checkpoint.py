@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,49 +11,56 @@ from safetensors.torch import save_file
 
 from bench.engine import random_model
 from bench.gpu.tokenizer import tokenizer_model
-from triton_models.checkpoint import tensor_places
-from triton_models.engine.models.chatglm import ChatGLMConfig
-from triton_models.text.tokenizers import SPECIAL_TOKENS, TOKENIZER_FILE
+from triton_models.directory import TOKENIZER_FILE
+from triton_models.engine.models.decoder import DecoderConfig
+from triton_models.engine.models.positions import Rope
+from triton_models.families import tensor_places
+from triton_models.text.tokenizers import SPECIAL_TOKENS
 
 _SPECIAL = len(SPECIAL_TOKENS["chatglm3"])
 """Number of special ids, which follow the pieces."""
 
-CHATGLM3_6B = ChatGLMConfig(
-    num_layers=28,
-    hidden_size=4096,
-    ffn_hidden_size=13696,
-    num_attention_heads=32,
-    multi_query_group_num=2,
-    kv_channels=128,
-    padded_vocab_size=65_024,
-    seq_length=8192,
-    layernorm_epsilon=1e-5,
-    add_qkv_bias=True,
+CHATGLM3_6B = DecoderConfig(
+    layers=28,
+    hidden=4096,
+    feed_forward=13696,
+    query_heads=32,
+    kv_heads=2,
+    head_dim=128,
+    vocabulary=65_024,
+    positions=8192,
+    epsilon=1e-5,
+    rope=Rope(share=0.5, base=10_000.0),
+    qkv_bias=True,
 )
 
-GLM4_9B = replace(CHATGLM3_6B, num_layers=40, padded_vocab_size=151_552, rope_ratio=500.0)
+GLM4_9B = replace(CHATGLM3_6B, layers=40, vocabulary=151_552, rope=Rope(share=0.5, base=10_000.0 * 500))
 """Its original form, `glm-4-9b`."""
 
 SHAPES = {"6b": CHATGLM3_6B, "9b": GLM4_9B}
 """By the names that commands give them."""
 
 TINY = replace(
-    CHATGLM3_6B, num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16
+    CHATGLM3_6B,
+    layers=2,
+    hidden=64,
+    feed_forward=128,
+    query_heads=4,
+    head_dim=16,
 )
 """The same vocabulary and context, but almost no arithmetic."""
 
 _SHARD_BYTES = 2 * 2**30
+_ROPE_BASE = 10_000.0
 
 
-def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.device) -> int:
+def write_checkpoint(directory: Path, config: DecoderConfig, device: torch.device) -> int:
     """Write a checkpoint in bfloat16 with weights drawn on `device`; return the weights' size in bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     # ChatGLM3's own tokenizer has 64,789 pieces; about 230 further ids pad the vocabulary and are never
     # sampled. With random weights every id is sampled, and one without text would merge two chunks of a
     # stream. So here nearly all ids have text.
-    (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(config.padded_vocab_size - _SPECIAL))
-    numbers = asdict(config)
-    rope_ratio = numbers.pop("rope_ratio")
+    (directory / TOKENIZER_FILE).write_bytes(tokenizer_model(config.vocabulary - _SPECIAL))
     documents = {
         "config.json": {
             "architectures": ["ChatGLMModel"],
@@ -62,8 +69,17 @@ def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.devic
             "torch_dtype": "bfloat16",
             "eos_token_id": 2,
             "pad_token_id": 0,
-            "rope_ratio": rope_ratio,
-            **numbers,
+            "num_layers": config.layers,
+            "hidden_size": config.hidden,
+            "ffn_hidden_size": config.feed_forward,
+            "num_attention_heads": config.query_heads,
+            "multi_query_group_num": config.kv_heads,
+            "kv_channels": config.head_dim,
+            "padded_vocab_size": config.vocabulary,
+            "seq_length": config.positions,
+            "layernorm_epsilon": config.epsilon,
+            "add_qkv_bias": config.qkv_bias,
+            "rope_ratio": (config.rope.base if config.rope else _ROPE_BASE) / _ROPE_BASE,
         },
         "tokenizer_config.json": {"name_or_path": "random-chatglm3", "tokenizer_class": "ChatGLMTokenizer"},
     }
@@ -72,7 +88,7 @@ def write_checkpoint(directory: Path, config: ChatGLMConfig, device: torch.devic
     return _write_weights(directory, config, device)
 
 
-def _write_weights(directory: Path, config: ChatGLMConfig, device: torch.device) -> int:
+def _write_weights(directory: Path, config: DecoderConfig, device: torch.device) -> int:
     places = tensor_places(random_model(config, dtype=torch.bfloat16, device=device))
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
@@ -103,7 +119,7 @@ def main(directory: Path, layers: int | None, device: str | None, *, tiny: bool)
     """Write a checkpoint and print its size."""
     config = TINY if tiny else CHATGLM3_6B
     if layers is not None:
-        config = replace(config, num_layers=layers)
+        config = replace(config, layers=layers)
     began = time.perf_counter()
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     size = write_checkpoint(directory, config, where)

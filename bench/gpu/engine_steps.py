@@ -16,11 +16,11 @@ from torch import Tensor
 
 from bench.engine import random_model
 from gateway.commands.load_rows import percentile
-from triton_models.checkpoint import read_config
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
+from triton_models.families import read_shape
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -80,7 +80,7 @@ def measure_steps(
     `samplings`.
     """
     model = random_model(
-        read_config(checkpoint),
+        read_shape(checkpoint),
         dtype=getattr(torch, dtype),
         device=torch.device(device),
         quantization=quantization,

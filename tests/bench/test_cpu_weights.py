@@ -8,7 +8,7 @@ from bench.engine import MEDIUM
 
 
 def test_every_form_is_measured_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = replace(MEDIUM, num_layers=1, hidden_size=64, ffn_hidden_size=64, padded_vocab_size=512)
+    tiny = replace(MEDIUM, layers=1, hidden=64, feed_forward=64, vocabulary=512)
     monkeypatch.setitem(cpu_weights.SIZES, "tiny", tiny)
     engines = {form: make_engine("tiny", form, 2) for form in ("float32", "int8", "int4")}
     rows = list(measure(engines, (1, 2), rounds=2, new_tokens=4))

@@ -14,7 +14,7 @@ from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel
 from triton_models.engine.settings import EngineSettings
 
-SHAPE = replace(TINY, num_layers=1, padded_vocab_size=97, seq_length=40)
+SHAPE = replace(TINY, layers=1, vocabulary=97, positions=40)
 
 
 @pytest.fixture

@@ -15,21 +15,19 @@ from bench.quality import Text, answers, differences, documents, main, measure, 
 from tools.demo.encoding import load_format
 from triton_models.embedded.models import BUILT_IN_CHECKPOINT
 from triton_models.engine.engine import Engine
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
 from triton_models.text.tokenizers import load_tokenizer
 
 CPU = torch.device("cpu")
-SHAPE = replace(
-    TINY, num_layers=2, hidden_size=256, ffn_hidden_size=256, kv_channels=64, padded_vocab_size=97
-)
+SHAPE = replace(TINY, layers=2, hidden=256, feed_forward=256, head_dim=64, vocabulary=97)
 NAMES = ("tiny", "sampled")
 TEXT = Text(tuple(range(0, 90, 3)), (1, 2, 28, 29))
 
 
-def load(dtype: torch.dtype, quantization: str | None) -> ChatGLM:
+def load(dtype: torch.dtype, quantization: str | None) -> Decoder:
     model = random_model(SHAPE, dtype=dtype, device=CPU, quantization=quantization)
     model.embedding.mul_(10)  # or all that a random model expects is nearly the same
     return model
@@ -83,7 +81,7 @@ def test_what_the_device_is_not_made_for_is_left_out_and_said(capsys: pytest.Cap
 
 
 def test_a_failed_request_is_no_row() -> None:
-    def broken(dtype: torch.dtype, quantization: str | None) -> ChatGLM:
+    def broken(dtype: torch.dtype, quantization: str | None) -> Decoder:
         model = load(dtype, quantization)
         model.embedding[TEXT.ids[3]] = math.nan
         return model
@@ -105,7 +103,7 @@ def test_the_demo_is_asked_what_was_held_back_and_only_its_answers_count() -> No
 
 
 def test_another_checkpoint_reads_documents(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, replace(TINY, num_layers=1), CPU)
+    write_checkpoint(tmp_path, replace(TINY, layers=1), CPU)
     texts = documents(tmp_path, 1000)
     assert sum(len(text.counted) for text in texts) == 1000
     assert len(texts) == 2
@@ -124,10 +122,10 @@ def test_a_random_model_is_given_what_it_samples(monkeypatch: pytest.MonkeyPatch
     # It expects what it sampled, and not what another text has there.
     [row] = measure(NAMES, decided, lambda _: texts, (), CPU)
     [other] = measure(NAMES, decided, lambda _: [TEXT], (), CPU)
-    assert row.perplexity < SHAPE.padded_vocab_size < other.perplexity
+    assert row.perplexity < SHAPE.vocabulary < other.perplexity
 
 
-def decided(dtype: torch.dtype, quantization: str | None) -> ChatGLM:
+def decided(dtype: torch.dtype, quantization: str | None) -> Decoder:
     model = load(dtype, quantization)
     model.head.weight.mul_(20)
     return model

@@ -10,7 +10,7 @@ import torch
 from tests.e2e.up_process import GOLDEN
 from tests.triton_models.engine.models.whole_pass import whole_passes
 from triton_models.checkpoint import load_model
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
 
 pytestmark = pytest.mark.e2e
 
@@ -23,9 +23,9 @@ NEAR = 1e-3
 
 
 @cache
-def loaded(model: str) -> ChatGLM:
+def loaded(model: str) -> Decoder:
     found = load_model(GOLDEN / model, torch.float32, torch.device("cpu"))
-    assert isinstance(found, ChatGLM)
+    assert isinstance(found, Decoder)
     return found
 
 

@@ -4,13 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BloomConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -27,21 +21,26 @@ _SHAPE: dict[str, Any] = {
 }
 
 
+_BLOOM: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 80,
+    "n_layer": 3,
+    "n_head": 4,
+    "seq_length": 256,
+}
+
+
 def write_bloom(directory: Path, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint of BLOOM into `directory`, and return the model that it is of."""
-    shape = {"vocab_size": 320, "hidden_size": 80, "n_layer": 3, "n_head": 4, "seq_length": 256}
-    return _write(directory, BloomConfig(**shape | changes))
+    return write_native(directory, "bloom", **changes)
 
 
 def write_native(
     directory: Path, family: str, *, max_shard_size: str = "1GB", **changes: Any
 ) -> PreTrainedModel:
     """Write a checkpoint of a family into `directory`, and return the model that it is of."""
-    config = AutoConfig.for_model(family, **_SHAPE | {"sliding_window": None} | changes)
-    return _write(directory, config, max_shard_size)
-
-
-def _write(directory: Path, config: PretrainedConfig, max_shard_size: str = "1GB") -> PreTrainedModel:
+    shape = _BLOOM if family == "bloom" else _SHAPE | {"sliding_window": None}
+    config = AutoConfig.for_model(family, **shape | changes)
     torch.manual_seed(5)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

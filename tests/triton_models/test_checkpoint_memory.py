@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from triton_models import checkpoint
-from triton_models.checkpoint import load_model, read_config
+from triton_models.checkpoint import load_model
 from triton_models.errors import CheckpointError
+from triton_models.families import read_shape
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEAD = "transformer.output_layer.weight"
@@ -61,7 +62,7 @@ def test_the_refusal_says_which_quantization_would_fit(
     config |= {"num_layers": 40, "hidden_size": 4096, "ffn_hidden_size": 13696}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "model.safetensors").symlink_to(GOLDEN / "chatglm3" / "model.safetensors")
-    there = int(share * read_config(tmp_path).nbytes(torch.float32))
+    there = int(share * read_shape(tmp_path).nbytes(torch.float32))
     monkeypatch.setattr(checkpoint, "total_bytes", lambda _device: there)
     with pytest.raises(CheckpointError, match=words):
         load_model(tmp_path, torch.float32, torch.device("cpu"), quantization=quantization)
@@ -109,15 +110,15 @@ def _shard_of(name: str) -> int:
 
 def _zeros_for(directory: Path) -> dict[str, torch.Tensor]:
     """Tensors of the names and shapes that a checkpoint with this configuration has."""
-    config = read_config(directory)
-    hidden, ffn, vocabulary = config.hidden_size, config.ffn_hidden_size, config.padded_vocab_size
+    config = read_shape(directory)
+    hidden, ffn, vocabulary = config.hidden, config.feed_forward, config.vocabulary
     qkv = config.query_width + 2 * config.kv_width
     shapes: dict[str, tuple[int, ...]] = {
         "transformer.embedding.word_embeddings.weight": (vocabulary, hidden),
         "transformer.encoder.final_layernorm.weight": (hidden,),
         HEAD: (vocabulary, hidden),
     }
-    for number in range(config.num_layers):
+    for number in range(config.layers):
         prefix = f"transformer.encoder.layers.{number}."
         shapes |= {
             prefix + "input_layernorm.weight": (hidden,),

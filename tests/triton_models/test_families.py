@@ -1,222 +1,333 @@
-"""What is served of each family of checkpoints: each cell of the table in `docs/models.md` is tried here.
+"""The families of checkpoints: what is read of each, what is refused, and how it is laid out."""
 
-With `WRITE_DOCS=1` in the environment the test writes the table.
-"""
-
-import asyncio
 import json
-import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
 
-from gateway.core.request import Conversation, Generation, Message, Tool, ToolOffer
-from gateway.errors import InvalidRequestError
-from gateway.triton.dialects import Dialects
-from gateway.triton.dialects.base import ModelReport
-from gateway.triton.dialects.chatglm import CHATGLM
-from gateway.triton.dialects.model_text import RenderedPrompt
-from tests.glm4_checkpoint import CONFIG, write_checkpoint
-from tests.template_checkpoint import write_tokenizer
-from tests.triton_models.engine.fake_model import ids, request, run
-from tests.triton_models.engine.models.native_glm import native
 from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models.checkpoint import load_model
-from triton_models.engine.engine import Engine
-from triton_models.engine.linear import Linear
-from triton_models.engine.quantised import QuantisedLinear
-from triton_models.engine.sampling import SamplingParams
-from triton_models.engine.settings import EngineSettings
+from triton_models.directory import NATIVE_TYPES
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.engine.models.positions import Interpolation, Rope
+from triton_models.engine.quantised import QUANTISATIONS
+from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+from triton_models.families import _FAMILIES, read_shape
 
+CPU = torch.device("cpu")
 DOCS = Path(__file__).parents[2] / "docs"
 GOLDEN = Path(__file__).parents[1] / "golden"
-MARKER = "<!-- written by tests/triton_models/test_families.py -->\n"
-CPU = torch.device("cpu")
-PROMPT = [3, 300, 17, 99, 250, 41, 41, 8, 160, 5, 77]
-ANSWER = 8
-TALK = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-QUESTION = (Message(role="user", content="the weather"),)
-TOOLS = ToolOffer(tools=(Tool(name="weather", description=None, parameters={}),))
-
-Case = tuple[list[int], list[int]]
-"""A prompt, and how the reference goes on."""
 
 
-def reference(model: PreTrainedModel) -> Case:
-    """Return what transformers' own implementation answers."""
-    sequence = list(PROMPT)
-    with torch.inference_mode():
-        for _ in range(ANSWER):
-            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
-    return PROMPT, sequence[len(PROMPT) :]
+def configure(directory: Path, *removed: str, **changes: Any) -> None:
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | changes
+    file.write_text(json.dumps({key: each for key, each in config.items() if key not in removed}))
 
 
-def golden(name: str, directory: Path) -> Case:
-    """Copy a golden checkpoint; its reference is the original code."""
-    shutil.copytree(GOLDEN / name, directory)
-    cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
-    return cases[0]["input_ids"], cases[0]["greedy_ids"][:ANSWER]
+def load(directory: Path, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> Decoder:
+    return load_model(directory, dtype, CPU, quantization=quantization)
 
 
-def original_glm4(directory: Path) -> Case:
-    return reference(native(write_checkpoint(directory), CONFIG))
+def write_chatglm(directory: Path) -> None:
+    shutil.copytree(GOLDEN / "chatglm3", directory, dirs_exist_ok=True)
 
 
-def transformers(family: str, directory: Path) -> Case:
-    return reference(write_native(directory, family))
+def write_llama(directory: Path) -> None:
+    write_native(directory, "llama")
 
 
-def bloom(directory: Path) -> Case:
-    return reference(write_bloom(directory))
+def test_the_families_are_known_without_torch() -> None:
+    assert set(NATIVE_TYPES) == set(_FAMILIES)
 
 
-@dataclass(frozen=True)
-class Family:
-    """A row of the table."""
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3"])
+def test_the_golden_configurations(name: str) -> None:
+    raw = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))
+    assert read_shape(GOLDEN / name) == DecoderConfig(
+        layers=raw["num_layers"],
+        hidden=raw["hidden_size"],
+        feed_forward=raw["ffn_hidden_size"],
+        query_heads=raw["num_attention_heads"],
+        kv_heads=raw["multi_query_group_num"],
+        head_dim=raw["kv_channels"],
+        vocabulary=raw["padded_vocab_size"],
+        positions=raw["seq_length"],
+        epsilon=raw["layernorm_epsilon"],
+        rope=Rope(share=0.5, base=10_000.0),
+        qkv_bias=raw["add_qkv_bias"],
+    )
 
-    name: str
-    write: Callable[[Path], Case]
-    chat_format: str | None = None
-    """The engine's own; None: a template writes conversations."""
-    template: str | None = None
-    """A short one with the marks of calls that the published ones have; None: a base model."""
+
+def test_without_multi_query_attention_every_head_is_a_group(tmp_path: Path) -> None:
+    write_chatglm(tmp_path)
+    configure(tmp_path, multi_query_attention=False)
+    assert read_shape(tmp_path).kv_heads == 8
 
 
-FAMILIES = (
-    Family("ChatGLM2", partial(golden, "chatglm2"), "chatglm2"),
-    Family("ChatGLM3", partial(golden, "chatglm3"), "chatglm3"),
-    Family("GLM-4", original_glm4, "glm4"),
-    Family("`GlmForCausalLM`", partial(transformers, "glm"), template=TALK + "{# <|observation|> #}"),
-    Family("`Glm4ForCausalLM`", partial(transformers, "glm4"), template=TALK + "{# <|observation|> #}"),
-    Family("`LlamaForCausalLM`", partial(transformers, "llama"), template=TALK + "{# <|python_tag|> #}"),
-    Family("`MistralForCausalLM`", partial(transformers, "mistral"), template=TALK + "{# [TOOL_CALLS] #}"),
-    Family("`Qwen2ForCausalLM`", partial(transformers, "qwen2"), template=TALK + "{# <tool_call> #}"),
-    Family("`Qwen3ForCausalLM`", partial(transformers, "qwen3"), template=TALK + "{# <tool_call> #}"),
-    Family("`BloomForCausalLM`", bloom),
+def test_rope_ratio_multiplies_the_base_and_null_flags_are_defaults(tmp_path: Path) -> None:
+    write_chatglm(tmp_path)
+    configure(tmp_path, rope_ratio=50, pre_seq_len=None, quantization_bit=0, rmsnorm=None)
+    assert read_shape(tmp_path).rope == Rope(share=0.5, base=500_000.0)
+
+
+def test_long_context_chatglm2_divides_positions_instead(tmp_path: Path) -> None:
+    write_chatglm(tmp_path)
+    configure(tmp_path, rope_ratio=16)
+    (tmp_path / "tokenizer_config.json").write_text('{"name_or_path": "THUDM/chatglm2-6b-32k"}')
+    assert read_shape(tmp_path).rope == Rope(share=0.5, base=10_000.0, scaling=Interpolation(factor=16))
+
+
+def test_a_model_that_sees_is_refused(tmp_path: Path) -> None:
+    write_chatglm(tmp_path)
+    configure(tmp_path, vision_config={"image_size": 1120})
+    with pytest.raises(UnsupportedArchitectureError, match="sees images"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("write", "key", "value"),
+    [
+        (write_chatglm, "rmsnorm", False),
+        (write_chatglm, "post_layer_norm", False),
+        (write_chatglm, "apply_residual_connection_post_layernorm", True),
+        (write_chatglm, "add_bias_linear", True),
+        (write_chatglm, "fp32_residual_connection", True),
+        (write_chatglm, "interleaved_qkv", True),
+        (write_chatglm, "tie_word_embeddings", True),
+        (write_chatglm, "pre_seq_len", 128),
+        (write_chatglm, "model_type", "gpt2"),
+        (write_chatglm, "model_type", None),
+        (write_bloom, "apply_residual_connection_post_layernorm", True),
+        (write_bloom, "architectures", ["BloomForSequenceClassification"]),
+    ],
 )
-
-
-class Served:
-    """A family's checkpoint."""
-
-    def __init__(self, family: Family, directory: Path) -> None:
-        self.family = family
-        self.directory = directory
-        self.prompt, self.expected = family.write(directory)
-        if family.chat_format is None:
-            write_tokenizer(directory, family.template)
-
-    def greedy(self, quantization: str | None = None, *, expand: bool = False) -> list[int]:
-        """Return an answer; `expand`: by plain matrices of the numbers that quantised ones stand for."""
-        model = load_model(self.directory, torch.float32, CPU, quantization=quantization)
-        if expand:
-            model.convert(_expanded)
-        engine = Engine(model, EngineSettings(block_size=4, max_running=4, max_batched_tokens=16))
-        engine.add(request("x", self.prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER)))
-        return ids(run(engine)["x"])
-
-    def ask(self, offer: ToolOffer | None = None) -> Any:
-        """Return the prompt that the gateway prepares for a conversation.
-
-        Raises:
-            InvalidRequestError: the model has none, or none with tools.
-        """
-        named = [] if self.family.chat_format else [f"m={self.directory}"]
-        dialect = Dialects(named).choose("m", CHATGLM.inputs)
-        report = ModelReport(chat_format=self.family.chat_format)
-        asked = Generation(request_id="r", model="m", prompt=Conversation(QUESTION, offer), deadline=1.0)
-        if dialect.prepare is not None:
-            asked = asyncio.run(dialect.prepare(asked, report))
-        dialect.request(asked, report, 1.0)
-        return asked.prompt
-
-
-def _expanded(matrix: Linear) -> Linear:
-    if not isinstance(matrix, QuantisedLinear):
-        return matrix
-    return Linear(matrix.dense(0, len(matrix.weight)), matrix.bias)
-
-
-def loads(served: Served) -> None:
-    load_model(served.directory, torch.bfloat16, CPU)
-
-
-def answers(served: Served) -> None:
-    assert served.greedy() == served.expected
-
-
-def converses(served: Served) -> None:
-    prompt = served.ask()
-    if served.family.chat_format is None:
-        assert isinstance(prompt, RenderedPrompt)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(served.directory)
-        messages = [{"role": each.role, "content": each.content} for each in QUESTION]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert prompt.text == text
-
-
-def calls(served: Served) -> None:
-    served.ask(TOOLS)
-
-
-def quantised(name: str, served: Served) -> None:
-    assert served.greedy(name) == served.greedy(name, expand=True)
-
-
-COLUMNS: dict[str, tuple[str, Callable[[Served], None]]] = {
-    "loads": ("可加载", loads),
-    "greedy answers are the reference's": ("贪心解码与参照一致", answers),
-    "conversations": ("对话", converses),
-    "tools": ("工具", calls),
-    "int8": ("int8", partial(quantised, "int8")),
-    "int4": ("int4", partial(quantised, "int4")),
-}
-"""English headings, with the Chinese ones and what is tried."""
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str | Exception]:
-    """What came of each column for each family: a cell of the table, or an error."""
-    found: dict[tuple[str, str], str | Exception] = {}
-    for number, family in enumerate(FAMILIES):
-        served = Served(family, tmp_path_factory.mktemp("families") / str(number))
-        for name, (_, check) in COLUMNS.items():
-            try:
-                check(served)
-                found[family.name, name] = "✓"
-            except InvalidRequestError:
-                found[family.name, name] = "400"
-            except Exception as error:  # noqa: BLE001 - the family's own test raises it
-                found[family.name, name] = error
-    return found
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.name)
-def test_it_works_or_is_refused(outcomes: dict[tuple[str, str], str | Exception], family: Family) -> None:
-    cells = {name: outcomes[family.name, name] for name in COLUMNS}
-    assert not {name: repr(cell) for name, cell in cells.items() if isinstance(cell, Exception)}
-
-
-@pytest.mark.parametrize("language", ["english", "chinese"])
-def test_the_table_in_the_documentation_is_what_was_seen(
-    outcomes: dict[tuple[str, str], str | Exception], language: str
+def test_what_the_forward_pass_does_not_do_is_refused_by_name(
+    tmp_path: Path, write: Callable[[Path], object], key: str, value: object
 ) -> None:
-    assert all(isinstance(cell, str) for cell in outcomes.values())
-    file = DOCS / {"english": "models.md", "chinese": "models.zh.md"}[language]
-    headings = [name if language == "english" else chinese for name, (chinese, _) in COLUMNS.items()]
-    rows = [["", *headings], ["---"] * (len(COLUMNS) + 1)]
-    rows += [[each.name, *(str(outcomes[each.name, name]) for name in COLUMNS)] for each in FAMILIES]
-    table = "\n".join("| " + " | ".join(cells).strip() + " |" for cells in rows)
-    before, marker, rest = file.read_text(encoding="utf-8").partition(MARKER)
-    _, end, after = rest.partition("<!-- end -->")
-    expected = f"{before}{marker}{table}\n{end}{after}"
-    if os.environ.get("WRITE_DOCS"):
-        file.write_text(expected, encoding="utf-8")
-    assert file.read_text(encoding="utf-8") == expected
+    write(tmp_path)
+    configure(tmp_path, **{key: value})
+    with pytest.raises(UnsupportedArchitectureError, match=rf"config\.json: {key} .*not supported"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("mistral", {"sliding_window": 128}, "sliding_window 128"),
+        (
+            "mistral",
+            {"sliding_window": 256, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "sliding_window 256 .* the 1024 positions",
+        ),
+        (
+            "mistral",
+            {"sliding_window": 256, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "sliding_window 256 .* the 1024 positions",
+        ),
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, "sliding_window 128"),
+    ],
+)
+def test_variants_of_transformers_classes_are_refused_by_name(
+    tmp_path: Path, family: str, changes: dict[str, Any], named: str
+) -> None:
+    write_native(tmp_path, family)
+    configure(tmp_path, **changes)
+    with pytest.raises(UnsupportedArchitectureError, match=named):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 256}),
+        ("qwen2", {"sliding_window": 128}),
+        ("qwen3", {"sliding_window": 128, "use_sliding_window": False}),
+    ],
+)
+def test_a_window_that_holds_everything_or_is_off_is_none(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    write_native(tmp_path, family)
+    configure(tmp_path, **changes)
+    assert read_shape(tmp_path).positions == 256
+
+
+@pytest.mark.parametrize(
+    ("write", "key", "value"),
+    [
+        (write_chatglm, "num_layers", 0),
+        (write_chatglm, "hidden_size", "128"),
+        (write_chatglm, "seq_length", None),
+        (write_chatglm, "kv_channels", True),
+        (write_chatglm, "kv_channels", 18),
+        (write_chatglm, "multi_query_group_num", 3),
+        (write_chatglm, "layernorm_epsilon", 0),
+        (write_chatglm, "rope_ratio", "50"),
+        (write_llama, "hidden_size", 0),
+        (write_llama, "vocab_size", None),
+        (write_llama, "rms_norm_eps", "small"),
+        (write_llama, "num_key_value_heads", 3),
+        (write_bloom, "n_layer", 0),
+        (write_bloom, "vocab_size", None),
+        (write_bloom, "n_head", 3),
+    ],
+)
+def test_values_that_make_no_sense_are_named(
+    tmp_path: Path, write: Callable[[Path], object], key: str, value: object
+) -> None:
+    write(tmp_path)
+    configure(tmp_path, **{key: value})
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{key}"):
+        read_shape(tmp_path)
+
+
+def test_keys_of_older_files_mean_the_same(tmp_path: Path) -> None:
+    write_native(tmp_path, "glm")
+    now = read_shape(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    raw |= {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "rope_scaling": None}
+    del raw["rope_parameters"], raw["attention_bias"]
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert read_shape(tmp_path) == now
+
+
+def test_scaling_makes_a_context_longer(tmp_path: Path) -> None:
+    write_native(tmp_path, "qwen2")
+    configure(tmp_path, rope_parameters=None, rope_theta=1e6, rope_scaling={"type": "linear", "factor": 2.0})
+    assert read_shape(tmp_path).positions == 512
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    configure(tmp_path, rope_scaling=yarn)
+    assert read_shape(tmp_path).positions == 1024
+
+
+def test_keys_of_the_published_files_of_bloom_mean_the_same(tmp_path: Path) -> None:
+    write_bloom(tmp_path)
+    now = read_shape(tmp_path)
+    configure(
+        tmp_path, "hidden_size", "n_head", "n_layer", "tie_word_embeddings",
+        n_embed=80, num_attention_heads=4, num_hidden_layers=3,
+    )  # fmt: skip
+    assert read_shape(tmp_path) == now
+    configure(tmp_path, "seq_length", "layer_norm_epsilon")
+    assert read_shape(tmp_path).positions == 2048
+
+
+@pytest.mark.parametrize("family", ["glm4", "qwen2"])
+def test_shards_are_the_same_model(tmp_path: Path, family: str) -> None:
+    write_native(tmp_path / "one", family)
+    write_native(tmp_path / "many", family, max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    one, many = (load(tmp_path / each) for each in ("one", "many"))
+    for first, second in zip(one.layers, many.layers, strict=True):
+        assert torch.equal(first.qkv.weight, second.qkv.weight)
+        assert torch.equal(first.up.weight, second.up.weight)
+
+
+def test_a_tied_head_takes_no_memory_and_its_copy_is_skipped(tmp_path: Path) -> None:
+    write_native(tmp_path, "qwen2", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    assert model.head.weight.data_ptr() == model.embedding.data_ptr()
+
+
+def test_names_of_bloom_may_lack_their_beginning(tmp_path: Path) -> None:
+    write_bloom(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert all(name.startswith("transformer.") for name in tensors)
+    one = load(tmp_path)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare["lm_head.weight"] = tensors["transformer.word_embeddings.weight"].clone()
+    save_file(bare, tmp_path / "model.safetensors")
+    other = load(tmp_path)
+    assert other.head.weight.data_ptr() == other.embedding.data_ptr()
+    assert torch.equal(one.embedding, other.embedding)
+    for first, second in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(first.qkv.weight, second.qkv.weight)
+        assert torch.equal(first.down.weight, second.down.weight)
+
+
+@pytest.mark.parametrize(
+    ("write", "prefix", "name"),
+    [
+        (write_llama, "", "model.layers.1.self_attn.k_proj.weight"),
+        (write_bloom, "transformer.", "h.1.mlp.dense_h_to_4h.bias"),
+    ],
+)
+def test_a_missing_tensor_is_named(
+    tmp_path: Path, write: Callable[[Path], object], prefix: str, name: str
+) -> None:
+    write(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[prefix + name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"'{name}' is missing"):
+        load(tmp_path)
+
+
+def write(directory: Path, family: str) -> None:
+    """Write a checkpoint of transformers' classes, or of ChatGLM."""
+    if family == "chatglm":
+        write_chatglm(directory)
+    elif family == "untied bloom":
+        write_bloom(directory, tie_word_embeddings=False)
+    else:
+        write_native(directory, family)
+
+
+FAMILIES = ("chatglm", *NATIVE_TYPES, "bloom", "untied bloom")
+
+
+@pytest.mark.parametrize("name", QUANTISATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_a_matrix_are_quantised_where_they_belong(tmp_path: Path, family: str, name: str) -> None:
+    write(tmp_path, family)
+    plain, quantised = load(tmp_path), load(tmp_path, quantization=name)
+    pairs = [] if plain.config.tied else [(quantised.head, plain.head)]
+    for mine, theirs in zip(quantised.layers, plain.layers, strict=True):
+        pairs += [(getattr(mine, each), getattr(theirs, each)) for each in plain.config.matrices]
+    for found, matrix in pairs:
+        assert isinstance(found, QUANTISATIONS[name])
+        rows, columns = matrix.weight.shape
+        expected = QUANTISATIONS[name].empty(rows, columns, bias=False, dtype=torch.float32, device=CPU)
+        expected.place.copy_(matrix.weight)
+        assert torch.equal(found.dense(0, rows), expected.dense(0, rows))
+
+
+def tensors_in(found: Any) -> list[torch.Tensor]:
+    """Every tensor that an object refers to, each once."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    parts = found if isinstance(found, list) else []
+    if not parts and type(found).__module__.startswith("triton_models."):
+        names = getattr(found, "__slots__", ()) or vars(found)
+        parts = [getattr(found, name) for name in names]
+    each = {tensor.data_ptr(): tensor for part in parts for tensor in tensors_in(part)}
+    return list(each.values())
+
+
+@pytest.mark.parametrize("quantization", [None, *QUANTISATIONS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nbytes_are_what_is_allocated(tmp_path: Path, family: str, quantization: str | None) -> None:
+    write(tmp_path, family)
+    model = load(tmp_path, torch.bfloat16, quantization)
+    assert model.nbytes == sum(each.nbytes for each in tensors_in(model))
+
+
+@pytest.mark.parametrize("page", ["models.md", "models.zh.md"])
+def test_every_family_is_in_the_documents(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert {family.architecture for family in _FAMILIES.values() if family.architecture not in text} == set()

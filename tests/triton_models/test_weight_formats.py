@@ -19,9 +19,9 @@ from torch import Tensor
 from tests.triton_models.engine.models.whole_pass import whole_pass
 from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models import checkpoint
-from triton_models.checkpoint import load_model, matrix_forms, read_quantization
+from triton_models.checkpoint import load_model, read_quantization
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import CausalModel
+from triton_models.engine.models import CausalModel, Rotary
 from triton_models.engine.quantised import Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 
@@ -268,9 +268,8 @@ def test_sizes_are_what_is_allocated(tmp_path: Path, name: str) -> None:
     filled: list[tuple[int, int]] = []
     model = load_model(directory, torch.bfloat16, CPU, lambda *counts: filled.append(counts))
     assert filled[-1][0] == filled[-1][1]
-    forms = matrix_forms(*read_quantization(directory, None))
-    rotary = 2 * model._rotary.cos.nbytes
-    assert model.config.nbytes(torch.bfloat16, *forms) == filled[-1][1] + rotary
+    assert isinstance(model.positions, Rotary)
+    assert model.nbytes == filled[-1][1] + 2 * model.positions.cos.nbytes
 
 
 def test_in_16_bits_scales_are_rounded_as_the_products_take_them(tmp_path: Path) -> None:

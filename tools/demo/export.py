@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from triton_models.checkpoint import tensor_places
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
+from triton_models.families import tensor_places
 
 VOCABULARY = 2_048
 CONTEXT = 2_048
@@ -63,7 +63,7 @@ def write_config(directory: Path) -> None:
         (directory / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def write_weights(model: ChatGLM, directory: Path) -> None:
+def write_weights(model: Decoder, directory: Path) -> None:
     """Write `model.safetensors` in float16: its ten mantissa bits are more precise than bfloat16's seven."""
     tensors = {
         name: tensor.detach().to("cpu", torch.float16).contiguous()

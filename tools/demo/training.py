@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from tools.demo.encoding import Sample
-from triton_models.checkpoint import load_model, read_config, tensor_places
+from triton_models.checkpoint import load_model
 from triton_models.engine.models import Alibi, Rotary
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
+from triton_models.families import read_shape, tensor_places
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ GO_ON = Recipe(
 
 def train(
     directory: Path, samples: Sequence[Sample], recipe: Recipe, device: torch.device, *, go_on: bool = False
-) -> ChatGLM:
+) -> Decoder:
     """Train a new model with the configuration in `directory`, or, to `go_on`, the model that is there.
 
     The weights are float32; on a GPU, matrix products are computed in bfloat16 (autocast).
@@ -85,13 +86,11 @@ def train(
     torch.manual_seed(recipe.seed)
     if go_on:
         model = load_model(directory, torch.float32, device)
-        if not isinstance(model, ChatGLM):
-            raise TypeError(f"{directory} holds no ChatGLM")
         places = tensor_places(model)
     else:
-        model = ChatGLM(read_config(directory), dtype=torch.float32, device=device)
+        model = Decoder(read_shape(directory), dtype=torch.float32, device=device)
         places = tensor_places(model)
-        _initialise(places, model.config.num_layers)
+        _initialise(places, model.config.layers)
     for tensor in places.values():
         tensor.requires_grad_()
     matrices = [tensor for tensor in places.values() if tensor.ndim > 1]
@@ -146,7 +145,7 @@ def _initialise(places: Mapping[str, Tensor], layers: int) -> None:
             tensor.normal_(0.0, residual if writes else _INIT)
 
 
-def _loss(model: ChatGLM, ids: Tensor, learned: Tensor) -> Tensor:
+def _loss(model: Decoder, ids: Tensor, learned: Tensor) -> Tensor:
     """Return the mean cross-entropy over those of `ids` marked in `learned`, both of shape [rows, length]."""
     rows, length = ids.shape
     wanted = learned[:, 1:].nonzero()

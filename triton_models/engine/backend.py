@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from operator import methodcaller
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.drafts import DraftLimits
-from triton_models.engine.linear import Linear, pack, why_not_packed
+from triton_models.engine.linear import Linear, why_not_packed
 from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
 from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
@@ -81,7 +82,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         obstacle = why_not_packed(dtype)
         matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
         reason = f"torch operations for the CPU, {matrices}, {dtype}"
-        return replace(PLAIN, reason=reason, convert=pack if obstacle is None else None)
+        return replace(PLAIN, reason=reason, convert=methodcaller("packed") if obstacle is None else None)
     if device.type != "cuda":
         return PLAIN
     capability = torch.cuda.get_device_capability(device)

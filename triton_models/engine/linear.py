@@ -85,11 +85,6 @@ class PackedLinear(Linear):
         return total
 
 
-def pack(matrix: Linear) -> Linear:
-    """Return `matrix` packed; a packed one as it is."""
-    return matrix.packed()
-
-
 def why_not_packed(dtype: torch.dtype) -> str | None:
     """Try the products on this machine; return the obstacle, or None if they work.
 

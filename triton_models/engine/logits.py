@@ -12,26 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from triton_models.engine.models import ChunkRows
-from triton_models.engine.scoring import SLICE_ROWS
-from triton_models.engine.sequence import PromptLogits, Sequence
+from triton_models.engine.scoring import SLICE_ROWS, PromptChunk, prompt_chunks, with_reports
+from triton_models.engine.sequence import PromptLogits
 from triton_models.engine.step import Sampled, Step
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsChunk:
-    """`count` tokens of a prompt, from position `first` on, which the rows of the step from `row` on hold."""
-
-    sequence: Sequence
-    first: int
-    count: int
-    row: int
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsRows:
     """The logits of the tokens of `chunks`: [tokens, vocabulary] float32, and whether each row is finite."""
 
-    chunks: list[LogitsChunk]
+    chunks: list[PromptChunk]
     values: Tensor
     finite: Tensor
 
@@ -44,19 +34,13 @@ class LogitsRows:
         )
 
 
-def logits_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[LogitsChunk]:
+def logits_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[PromptChunk]:
     """Return the parts of a step's prompts whose logits are wanted; `rows`: its rows of each prompt chunk."""
-    found = []
-    for chunk, place in zip(step.told, rows, strict=True):
-        request = chunk.sequence.request
-        count = min(chunk.end, len(request.prompt_ids)) - chunk.start
-        if request.logits and count > 0:
-            found.append(LogitsChunk(chunk.sequence, chunk.start, count, place.start))
-    return found
+    return prompt_chunks(step, rows, logits=True)
 
 
 def compute_logits(
-    chunks: list[LogitsChunk], hidden: Tensor, logits: Callable[[Tensor], Tensor]
+    chunks: list[PromptChunk], hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> LogitsRows:
     """Return the logits of `chunks`, at least one.
 
@@ -75,27 +59,12 @@ def compute_logits(
 
 
 def with_logits(results: list[Sampled], rows: LogitsRows) -> list[Sampled]:
-    """Add the logits, which are on the host, to the results of the same step.
+    """Add the logits, which are on the host, to the results of the same step; as `with_reports`."""
 
-    Must be called once for each step, in order.
-    """
-    wanting = {chunk.sequence for chunk in rows.chunks}
-    by_sequence = {each.sequence: each for each in results if each.sequence in wanting}
-    at = 0
-    for chunk in rows.chunks:
-        sequence = chunk.sequence
-        # Tokens computed again after a preemption were reported before.
-        known = min(max(0, sequence.scored - chunk.first), chunk.count)
-        new = slice(at + known, at + chunk.count)
-        at += chunk.count
-        result = by_sequence.get(sequence) or Sampled(sequence)
-        if known == chunk.count or result.fault is not None:
-            continue
-        if not rows.finite[new].all():
-            by_sequence[sequence] = Sampled.not_finite(sequence)
-            continue
-        sequence.scored += chunk.count - known
-        reported = PromptLogits(chunk.first + known, rows.values[new])
-        by_sequence[sequence] = replace(result, prompt_logits=reported)
-    with_others = [by_sequence.pop(each.sequence, each) for each in results]
-    return with_others + list(by_sequence.values())
+    def report(result: Sampled, chunk: PromptChunk, known: int, new: range) -> Sampled:
+        here = slice(new.start, new.stop)
+        if not rows.finite[here].all():
+            return Sampled.not_finite(chunk.sequence)
+        return replace(result, prompt_logits=PromptLogits(chunk.first + known, rows.values[here]))
+
+    return with_reports(results, rows.chunks, report)

@@ -1,10 +1,10 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.kernels.attention_decode import DecodeWorkspace, decode_attention, plan_decode
@@ -14,7 +14,7 @@ from triton_models.engine.kernels.attention_prefill import (
     prefill_config,
     queries_per_tile,
 )
-from triton_models.engine.kernels.elementwise import gelu, layer_norm, norm, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import gelu, norm, rotate_store, swiglu
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
 from triton_models.engine.kernels.quantised import MAX_ROWS as QUANTISED_ROWS
 from triton_models.engine.kernels.quantised import expand, quantised_linear, scaled_product
@@ -117,13 +117,9 @@ class CudaOperations:
             prefill_attention(queries, keys, values, tables, layout.tiles, attended, slopes=slopes)
         return attended.flatten(1)
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm of [T, width] in one launch."""
-        return norm(hidden, weight, epsilon)
-
-    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """Return the LayerNorm of [T, width] in one launch."""
-        return layer_norm(hidden, weight, bias, epsilon)
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
+        """Return the LayerNorm of [T, width], or without a bias the RMSNorm, in one launch."""
+        return norm(hidden, weight, epsilon, bias)
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""
@@ -168,13 +164,7 @@ def _library_product(inputs: Tensor, matrix: Linear) -> Tensor:
         return scaled_product(inputs, matrix) if fits else matrix(inputs)
     if not isinstance(matrix, QuantisedLinear):
         return matrix(inputs)
-    step = max(1, _EXPANDED_WEIGHTS // matrix.columns)
-    parts = [
-        functional.linear(inputs, expand(matrix, start, start + step))
-        for start in range(0, len(matrix.weight), step)
-    ]
-    product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return product if matrix.bias is None else product.add_(matrix.bias)
+    return matrix.by_parts(inputs, partial(expand, matrix), _EXPANDED_WEIGHTS)
 
 
 def _sm_count(device: torch.device) -> int:

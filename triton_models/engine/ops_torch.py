@@ -9,8 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
-from torch.nn.functional import layer_norm as torch_layer_norm
+from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, silu
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
@@ -23,17 +22,15 @@ _BIASES = 2**24
 class PlainMath:
     """The `Operations` but for the attention: for any device, and differentiable."""
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm of [T, width], computed in float32."""
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
+        """Return the LayerNorm of [T, width], or without a bias the RMSNorm, computed in float32."""
         numbers = hidden.float()
+        if bias is not None:
+            return layer_norm(numbers, weight.shape, weight, bias, epsilon).to(hidden.dtype)
         length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
         # The mean square is the squared length over the width.
         scale = torch.addcmul(_scalar(epsilon, hidden.device), length, length, value=1 / hidden.shape[-1])
         return (numbers * scale.rsqrt_()).mul_(weight).to(hidden.dtype)
-
-    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """Return the LayerNorm of [T, width], computed in float32."""
-        return torch_layer_norm(hidden.float(), weight.shape, weight, bias, epsilon).to(hidden.dtype)
 
     def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `matrix(inputs)`."""

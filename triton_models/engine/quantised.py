@@ -5,7 +5,8 @@ weights exactly (`dense`), and multiplies by them in plain torch on any device. 
 as they are filled in, so that loading never holds a second copy of the weights.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Self
@@ -42,6 +43,10 @@ _TOLERANCE = 0.02
 """Largest error of a trial, relative to the largest result."""
 
 
+Stored = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """Rows of a matrix as a quantised checkpoint has them, on the CPU."""
@@ -73,6 +78,25 @@ class QuantisedLinear(Linear):
         self.columns = columns
         self.dtype = dtype
 
+    @classmethod
+    def stored(cls, rows: int, columns: int) -> tuple[Stored, Stored]:
+        """Return what the weights and the scales of [N, K] weights are stored as: shapes and dtypes."""
+        raise NotImplementedError
+
+    @classmethod
+    def bytes_for(cls, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: ARG003 - the plain one's
+        """Return the bytes of a matrix without bias."""
+        return sum(math.prod(shape) * kind.itemsize for shape, kind in cls.stored(rows, columns))
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Self:
+        """Return a matrix to be filled."""
+        weight, scales = (
+            torch.empty(shape, dtype=kind, device=device) for shape, kind in cls.stored(rows, columns)
+        )
+        biases = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        return cls(weight, scales, biases, columns=columns, dtype=dtype)
+
     @property
     def place(self) -> "QuantisedRows":
         """What the checkpoint's tensor is copied to."""
@@ -80,11 +104,22 @@ class QuantisedLinear(Linear):
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]; expands a few of its rows at a time."""
-        step = max(1, _PRODUCT_WEIGHTS // self.columns)
         wide = torch.float32 if _emulates(inputs) else self.dtype
-        widened = inputs.to(wide)
+        return self.by_parts(
+            inputs.to(wide), lambda start, stop: self.exact(start, stop).to(wide), _PRODUCT_WEIGHTS
+        )
+
+    def by_parts(self, inputs: Tensor, expand: Callable[[int, int], Tensor], weights: int) -> Tensor:
+        """Return `inputs @ weight.T + bias` in the model's dtype.
+
+        Args:
+            inputs: [T, K].
+            expand: returns the weights of rows `start` to `stop` - 1 in the dtype of `inputs`.
+            weights: most weights that are expanded at once, but for those of one row.
+        """
+        step = max(1, weights // self.columns)
         parts = [
-            functional.linear(widened, self.exact(start, start + step).to(wide)).to(self.dtype)
+            functional.linear(inputs, expand(start, start + step)).to(self.dtype)
             for start in range(0, len(self.weight), step)
         ]
         product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -114,6 +149,10 @@ class QuantisedLinear(Linear):
         """
         raise NotImplementedError
 
+    def packed(self) -> Linear:
+        """Return the matrix itself, unless the class has a form that suits a CPU better."""
+        return self
+
     def _widen(self) -> None:
         """Make room for exact scales where products take them."""
         if self.dtype == torch.float32 and self.weight.device.type == "cpu":
@@ -124,20 +163,9 @@ class Int8Linear(QuantisedLinear):
     """Weights are `weight * scales[:, None]`: int8 in -127 to 127, [N, K], and a scale for each row, [N]."""
 
     @classmethod
-    def bytes_for(cls, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: ARG003 - the plain one's
-        """Return the bytes of a matrix without bias."""
-        return rows * (columns + torch.bfloat16.itemsize)
-
-    @classmethod
-    def empty(cls, rows: int, columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Self:
-        """Return a matrix to be filled."""
-        return cls(
-            torch.empty((rows, columns), dtype=torch.int8, device=device),
-            torch.empty(rows, dtype=torch.bfloat16, device=device),
-            torch.empty(rows, dtype=dtype, device=device) if bias else None,
-            columns=columns,
-            dtype=dtype,
-        )
+    def stored(cls, rows: int, columns: int) -> tuple[Stored, Stored]:
+        """Return what weights and scales are stored as."""
+        return ((rows, columns), torch.int8), ((rows,), torch.bfloat16)
 
     def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
@@ -189,21 +217,10 @@ class Int4Linear(QuantisedLinear):
     """
 
     @classmethod
-    def bytes_for(cls, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: ARG003 - the plain one's
-        """Return the bytes of a matrix without bias."""
-        return rows * -(-columns // GROUP) * (GROUP // 2 + 2 * torch.bfloat16.itemsize)
-
-    @classmethod
-    def empty(cls, rows: int, columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Self:
-        """Return a matrix to be filled."""
+    def stored(cls, rows: int, columns: int) -> tuple[Stored, Stored]:
+        """Return what weights and scales are stored as."""
         groups = -(-columns // GROUP)
-        return cls(
-            torch.empty((rows, groups * GROUP // 2), dtype=torch.uint8, device=device),
-            torch.empty((groups, rows, 2), dtype=torch.bfloat16, device=device),
-            torch.empty(rows, dtype=dtype, device=device) if bias else None,
-            columns=columns,
-            dtype=dtype,
-        )
+        return ((rows, groups * GROUP // 2), torch.uint8), ((groups, rows, 2), torch.bfloat16)
 
     def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
@@ -281,20 +298,9 @@ class Fp8Linear(QuantisedLinear):
     """
 
     @classmethod
-    def bytes_for(cls, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: ARG003 - the plain one's
-        """Return the bytes of a matrix without bias."""
-        return rows * (columns + torch.float32.itemsize)
-
-    @classmethod
-    def empty(cls, rows: int, columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> Self:
-        """Return a matrix to be filled."""
-        return cls(
-            torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=dtype, device=device) if bias else None,
-            columns=columns,
-            dtype=dtype,
-        )
+    def stored(cls, rows: int, columns: int) -> tuple[Stored, Stored]:
+        """Return what weights and scales are stored as."""
+        return ((rows, columns), torch.float8_e4m3fn), ((rows,), torch.float32)
 
     def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
@@ -306,10 +312,6 @@ class Fp8Linear(QuantisedLinear):
         here = slice(start, start + len(rows))
         self.weight[here] = (rows / _divisors(scales)[:, None]).to(torch.float8_e4m3fn)
         self.scales[here] = scales
-
-    def packed(self) -> Linear:
-        """Return the matrix itself: it is for GPUs."""
-        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ SLICE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredChunk:
-    """`count` tokens of a prompt, from position `first` on, whose probabilities are to be reported.
+class PromptChunk:
+    """`count` tokens of a prompt, from position `first` on, of which something is to be reported.
 
-    Each is scored by the row of the token before it; these rows of the step begin at `row`.
+    The rows of the step from `row` on hold them.
     """
 
     sequence: Sequence
@@ -34,21 +34,16 @@ class ScoredChunk:
     count: int
     row: int
 
-    @property
-    def top(self) -> int:
-        """Number of the most likely tokens to report beside each."""
-        return self.sequence.request.prompt_logprobs or 0
-
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of the R tokens of `chunks`.
+    """The scores of the R tokens behind those of `chunks`.
 
     `logprobs`: [R, 1 + top] float32, the token's own first; `top_ids`: [R, top] int64; `ranks`: [R] int64,
     the number of tokens that are at least as likely as the token itself.
     """
 
-    chunks: list[ScoredChunk]
+    chunks: list[PromptChunk]
     logprobs: Tensor
     top_ids: Tensor
     ranks: Tensor
@@ -63,32 +58,39 @@ class Scores:
         )
 
 
-def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[ScoredChunk]:
-    """Return the parts of a step's prompts to be scored; `rows`: the step's rows of each prompt chunk."""
+def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[PromptChunk]:
+    """Return the tokens of a step's prompts that score the next one; `rows`: its rows of each chunk."""
+    return prompt_chunks(step, rows, logits=False)
+
+
+def prompt_chunks(step: Step, rows: tuple[ChunkRows, ...], *, logits: bool) -> list[PromptChunk]:
+    """Return the tokens of a step's prompts whose logits, or else next tokens' scores, are wanted."""
     found = []
     for chunk, place in zip(step.told, rows, strict=True):
-        sequence = chunk.sequence
-        if sequence.request.prompt_logprobs is None or not sequence.unscored:
-            continue
-        count = min(chunk.end, len(sequence.request.prompt_ids) - 1) - chunk.start
-        if count > 0:
-            found.append(ScoredChunk(sequence, chunk.start + 1, count, place.start))
+        request = chunk.sequence.request
+        wanted = request.logits if logits else request.prompt_logprobs is not None
+        # The last token scores none of the prompt's.
+        count = min(chunk.end, len(request.prompt_ids) - (not logits)) - chunk.start
+        if wanted and count > 0 and chunk.sequence.unscored:
+            found.append(PromptChunk(chunk.sequence, chunk.start, count, place.start))
     return found
 
 
-def stage_scores(staging: Staging, chunks: list[ScoredChunk]) -> None:
+def stage_scores(staging: Staging, chunks: list[PromptChunk]) -> None:
     """Stage the scoring rows and the tokens they score."""
     staging.integers(
         "scoring_rows", [row for each in chunks for row in range(each.row, each.row + each.count)]
     )
-    staging.integers(
-        "scored_tokens",
-        [token for each in chunks for token in each.sequence.tokens[each.first : each.first + each.count]],
-    )
+    staging.integers("scored_tokens", [token for each in chunks for token in _scored(each)])
+
+
+def _scored(chunk: PromptChunk) -> list[int]:
+    """Return the tokens that a chunk scores: each row the next one."""
+    return chunk.sequence.tokens[chunk.first + 1 : chunk.first + 1 + chunk.count]
 
 
 def score(
-    chunks: list[ScoredChunk], staged: Staged, hidden: Tensor, logits: Callable[[Tensor], Tensor]
+    chunks: list[PromptChunk], staged: Staged, hidden: Tensor, logits: Callable[[Tensor], Tensor]
 ) -> Scores:
     """Score what was staged.
 
@@ -98,7 +100,7 @@ def score(
         hidden: the step's hidden rows, [T, width].
         logits: turns [S, width] into logits [S, vocabulary] of any float dtype.
     """
-    top = max(each.top for each in chunks)
+    top = max(each.sequence.request.prompt_logprobs or 0 for each in chunks)
     rows, tokens = staged.scoring_rows, staged.scored_tokens
     filling = (0, -len(rows) % SLICE_ROWS)
     slices = [
@@ -123,34 +125,52 @@ def _score_slice(
 
 
 def with_scores(results: list[Sampled], scores: Scores) -> list[Sampled]:
-    """Add the scores, which are on the host, to the results of the same step.
-
-    Must be called once for each step, in order.
-    """
+    """Add the scores, which are on the host, to the results of the same step; as `with_reports`."""
     values, ids, ranks = scores.logprobs.tolist(), scores.top_ids.tolist(), scores.ranks.tolist()
-    scored = {chunk.sequence for chunk in scores.chunks}
-    by_sequence = {each.sequence: each for each in results if each.sequence in scored}
-    at = 0
-    for chunk in scores.chunks:
+
+    def report(result: Sampled, chunk: PromptChunk, known: int, rows: range) -> Sampled:
+        if any(isnan(values[row][0]) for row in rows):
+            return Sampled.not_finite(chunk.sequence)
+        top = chunk.sequence.request.prompt_logprobs or 0
+        prompt_logprobs = tuple(
+            _ranked(token_logprobs(token, values[row], ids[row], top), ranks[row])
+            for token, row in zip(_scored(chunk)[known:], rows, strict=True)
+        )
+        return replace(result, prompt_logprobs=prompt_logprobs)
+
+    return with_reports(results, scores.chunks, report)
+
+
+def with_reports(
+    results: list[Sampled],
+    chunks: list[PromptChunk],
+    report: Callable[[Sampled, PromptChunk, int, range], Sampled],
+) -> list[Sampled]:
+    """Add to the results of a step what was computed of its prompts.
+
+    Must be called once for each step, in order: it counts what was reported.
+
+    Args:
+        results: of the step.
+        chunks: of the same step.
+        report: called with a result so far, a chunk, how many of its rows were reported before, and the
+            numbers of its other rows among those of all chunks; returns the result with these, or a fault.
+    """
+    sequences = {chunk.sequence for chunk in chunks}
+    by_sequence = {each.sequence: each for each in results if each.sequence in sequences}
+    end = 0
+    for chunk in chunks:
+        end += chunk.count
         sequence = chunk.sequence
         # Tokens computed again after a preemption were reported before.
-        new = range(at + max(0, sequence.scored + 1 - chunk.first), at + chunk.count)
-        at += chunk.count
-        if not new:
-            continue
+        known = min(max(0, sequence.scored - chunk.first), chunk.count)
         result = by_sequence.get(sequence) or Sampled(sequence)
-        if result.fault is not None:
+        if known == chunk.count or result.fault is not None:
             continue
-        if any(isnan(values[row][0]) for row in new):
-            by_sequence[sequence] = Sampled.not_finite(sequence)
-            continue
-        tokens = sequence.tokens[chunk.first + chunk.count - len(new) : chunk.first + chunk.count]
-        sequence.scored += len(new)
-        prompt_logprobs = tuple(
-            _ranked(token_logprobs(token, values[row], ids[row], chunk.top), ranks[row])
-            for token, row in zip(tokens, new, strict=True)
-        )
-        by_sequence[sequence] = replace(result, prompt_logprobs=prompt_logprobs)
+        result = report(result, chunk, known, range(end - chunk.count + known, end))
+        by_sequence[sequence] = result
+        if result.fault is None:
+            sequence.scored += chunk.count - known
     with_others = [by_sequence.pop(each.sequence, each) for each in results]
     return with_others + list(by_sequence.values())
 

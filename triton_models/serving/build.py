@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from triton_models.checkpoint import load_model, matrix_forms, progress_bar, read_quantization
+from triton_models.checkpoint import load_model, progress_bar, read_quantization
 from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.capacity import GIB
 from triton_models.engine.engine import Engine
@@ -94,7 +94,7 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
     dtype = _dtype(parameters, device, quantization, stored=quantised)
     with progress_bar(parameters.model) as progress:
         model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
-    taken = model.config.nbytes(dtype, *matrix_forms(stored, quantization)) / GIB
+    taken = model.nbytes / GIB
     log.info("%s: weights in %s take %.2f GiB of %s", parameters.model, quantization or dtype, taken, device)
     return model, choose_backend(device, dtype)
 

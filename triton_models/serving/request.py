@@ -244,13 +244,10 @@ class Choice:
             delivered: what was sent over a delta channel; for the last response of such an answer.
         """
         text, tokens, _, details = self.next_delta()
-        details = details or wire.Meta()
-        return text, wire.Meta(
+        return text, structs.replace(
+            details or wire.Meta(),
             index=self.index,
             tokens=tokens,
-            token_ids=details.token_ids,
-            logprobs=details.logprobs,
-            segments=details.segments,
             finish_reason=_WIRE_REASONS.get(self.finish),
             stop_reason=self._stop_reason,
             usage=usage,

@@ -308,15 +308,10 @@ class Grammars:
         if not self._threads.acquire(timeout=COMPILE_S):
             raise InvalidGrammarError("others that take too long are being compiled; try again later")
 
-        def compile_it() -> CompiledGrammar:
-            try:
-                return self._compile_or_blame(grammar, continues=continues, metadata=metadata)
-            finally:
-                self._threads.release()
-
+        compile_it = partial(self._compile_or_blame, grammar, continues=continues, metadata=metadata)
         try:
             with panics_are_errors(_LIBRARY):
-                compiled = on_deep_stack(compile_it, COMPILE_S)
+                compiled = on_deep_stack(compile_it, COMPILE_S, self._threads.release)
         except TimeoutError:
             raise InvalidGrammarError(f"it takes more than {COMPILE_S:g} s to compile") from None
         except RecursionError:
@@ -417,13 +412,19 @@ class _Pieces(llguidance.TokenizerWrapper):
         raise NotImplementedError
 
 
-def on_deep_stack(function: Callable[[], T], timeout_s: float | None = None) -> T:
+def on_deep_stack(
+    function: Callable[[], T], timeout_s: float | None = None, done: Callable[[], object] = lambda: None
+) -> T:
     """Run `function` on a thread with a large stack; return what it returns, or raise what it raises.
+
+    `done` is called once the thread is not needed any more, or cannot be had.
 
     Raises:
         TimeoutError: it took longer than `timeout_s`; the thread is left alone, and keeps no process alive.
+        RuntimeError: there is no thread to be had.
     """
     result: Future[T] = Future()
+    result.add_done_callback(lambda _: done())
 
     def run() -> None:
         try:
@@ -436,6 +437,8 @@ def on_deep_stack(function: Callable[[], T], timeout_s: float | None = None) -> 
         usual = threading.stack_size(STACK_BYTES)
         try:
             threading.Thread(target=run, name="deep-stack", daemon=True).start()
+        except RuntimeError as error:
+            result.set_exception(error)
         finally:
             threading.stack_size(usual)
     return result.result(timeout_s)

@@ -13,11 +13,9 @@ from typing import Any, Final
 
 import tokenizers
 
-from triton_models.directory import read_optional_json
+from triton_models.directory import TOKENIZER_JSON, read_optional_json
 from triton_models.errors import CheckpointError, TextError
 from triton_models.text.tokenizers import Tokenizer, parts, utf8_decoder
-
-TOKENIZER_JSON: Final = "tokenizer.json"
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

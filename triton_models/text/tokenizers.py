@@ -19,10 +19,8 @@ from typing import Final
 import tiktoken
 from sentencepiece import SentencePieceProcessor
 
+from triton_models.directory import TOKENIZER_FILE
 from triton_models.errors import CheckpointError, TextError, panics_are_errors
-
-TOKENIZER_FILE: Final = "tokenizer.model"
-"""The name of the tokenizer's file in every checkpoint of the model family, whatever its contents."""
 
 SPECIAL_TOKENS: Final[Mapping[str, Sequence[str]]] = {
     "chatglm2": ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),

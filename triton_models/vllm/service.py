@@ -6,11 +6,9 @@ pile up. The sender thread alone sends, and asks Triton in between which clients
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import enum
 import logging
-import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -20,6 +18,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from triton_models.errors import EngineStoppedError, InvalidRequestError
+from triton_models.serving.outbox import Refusal, error_response
+from triton_models.serving.worker import Worker
 from triton_models.vllm.tensors import (
     EmbeddingRequest,
     Progress,
@@ -28,7 +28,7 @@ from triton_models.vllm.tensors import (
     embedding_outputs,
     read_request,
 )
-from wire.refusal import RefusalCode, refusal_text
+from wire.refusal import RefusalCode
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +42,7 @@ _DTYPES: Final = {
 }
 """Of the outputs that are not strings."""
 
-_STATUSES: Final = {
-    RefusalCode.INVALID_REQUEST: "INVALID_ARG",
-    RefusalCode.CANCELLED: "CANCELLED",
-    RefusalCode.INTERNAL: "INTERNAL",
-}
-"""Triton's status for each code; of the others, UNAVAILABLE."""
-
 Outputs = dict[str, list[Any]]
-Refusal = tuple[RefusalCode, str]
 
 
 class Engine(Protocol):
@@ -131,16 +123,14 @@ class Service:
         self._pb_utils = pb_utils
         self._died = died
         self._told_death = False
-        self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._open: set[Call] = set()
-        """Of the loop's thread."""
+        """Changed on the loop's thread."""
         self._loop = _new_loop()
-        self._threads = [
-            threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True),
-            threading.Thread(target=self._send_all, name="sender", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._sender = Worker[_Posted]("sender", self._send_waiting, idle=self._poll, idle_s=POLL_PERIOD_S)
+        self._polled_at = 0.0
+        self._thread.start()
+        self._sender.start()
         try:
             self._engine = self.run(_called(start))
         except BaseException:
@@ -162,10 +152,9 @@ class Service:
         self._stop()
 
     def _stop(self) -> None:
-        self._posted.put(None)
-        self._threads[1].join()
+        self._sender.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._threads[0].join()
+        self._thread.join()
         self._loop.close()
 
     async def _end_all(self) -> None:
@@ -236,29 +225,14 @@ class Service:
     async def _send(self, call: Call, outputs: Outputs | Refusal, *, final: bool) -> None:
         """Have a response sent, and wait until it is."""
         posted = _Posted(call, outputs, final, self._loop.create_future())
-        self._posted.put(posted)
+        self._sender.put(posted)
         await posted.sent
 
     # What follows runs on the sender thread.
 
-    def _send_all(self) -> None:
-        next_poll = time.monotonic() + POLL_PERIOD_S
-        while True:
-            batch: list[_Posted] = []
-            with contextlib.suppress(queue.Empty):
-                item = self._posted.get(timeout=max(0.0, next_poll - time.monotonic()))
-                while item is not None:
-                    batch.append(item)
-                    item = self._posted.get_nowait()
-                if not batch or item is None:
-                    self._send_batch(batch)
-                    return
-            self._send_batch(batch)
-            if time.monotonic() >= next_poll:
-                self._poll()
-                next_poll = time.monotonic() + POLL_PERIOD_S
-
-    def _send_batch(self, batch: list[_Posted]) -> None:
+    def _send_waiting(self, first: _Posted) -> None:
+        """Send everything that waits; the loop then goes on with all of it at once."""
+        batch = [first, *self._sender.take_rest()]
         failed = []
         for posted in batch:
             call = posted.call
@@ -270,16 +244,14 @@ class Service:
                 # Confined to one call: the thread serves the others too.
                 log.exception("a response could not be sent")
                 failed.append(call)
-        if batch:
-            self._loop.call_soon_threadsafe(self._release, batch, failed)
+        self._loop.call_soon_threadsafe(self._release, batch, failed)
+        if time.monotonic() - self._polled_at >= POLL_PERIOD_S:
+            self._poll()
 
     def _respond(self, posted: _Posted) -> None:
         utils, call = self._pb_utils, posted.call
         if isinstance(posted.outputs, tuple):
-            code, message = posted.outputs
-            kind = utils.TritonError
-            error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
-            response = utils.InferenceResponse(error=error)
+            response = error_response(utils, *posted.outputs)
         else:
             response = utils.InferenceResponse(
                 output_tensors=[
@@ -292,13 +264,8 @@ class Service:
 
     def _poll(self) -> None:
         """Ask Triton which clients have left."""
-        future: concurrent.futures.Future[list[Call]] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(lambda: future.set_result(list(self._open)))
-        try:
-            calls = future.result(timeout=POLL_PERIOD_S)
-        except TimeoutError:
-            return  # the loop is busy: again in a while
-        for call in calls:
+        self._polled_at = time.monotonic()
+        for call in list(self._open):
             if call.closed or call.ending is not None:
                 continue
             try:

@@ -8,8 +8,9 @@ import torch
 from bench.gpu import checkpoint
 from bench.gpu.checkpoint import TINY, write_checkpoint
 from bench.gpu.tokenizer import tokenizer_model
-from triton_models.checkpoint import load_model, read_config
+from triton_models.checkpoint import load_model
 from triton_models.directory import detect_format
+from triton_models.families import read_shape
 from triton_models.text.tokenizers import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -17,9 +18,9 @@ CPU = torch.device("cpu")
 
 def test_what_is_written_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 9_000_000)
-    small = replace(TINY, num_layers=1)
+    small = replace(TINY, layers=1)
     size = write_checkpoint(tmp_path, small, CPU)
-    assert read_config(tmp_path) == small
+    assert read_shape(tmp_path) == small
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1
     assert size < sum(shard.stat().st_size for shard in shards) < size + 10_000
@@ -32,7 +33,7 @@ def test_what_is_written_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     assert detect_format(tmp_path) == "chatglm3"
     tokenizer = load_tokenizer(tmp_path, "chatglm3")
     pieces = min(tokenizer.special_ids.values())
-    assert tokenizer.size == small.padded_vocab_size
+    assert tokenizer.size == small.vocabulary
     text = "hello the 世界 world 12\n👋"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     # Every id that the load generator sends, and nearly every one that is sampled, shows as text at once.

@@ -10,7 +10,7 @@ from triton_models.engine.engine import Engine
 
 
 def test_every_batch_size_gives_a_row(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
+    write_checkpoint(tmp_path, replace(TINY, layers=1), torch.device("cpu"))
     rows = list(measure_steps(tmp_path, (1, 3), device="cpu", dtype="float32", context=48))
     assert [(row.batch, row.context) for row in rows] == [(1, 48), (3, 48)]
     assert all(0 < row.step_ms_p50 <= row.step_ms_p99 for row in rows)
@@ -18,13 +18,13 @@ def test_every_batch_size_gives_a_row(tmp_path: Path) -> None:
 
 
 def test_masked_sequences_are_counted_apart(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
+    write_checkpoint(tmp_path, replace(TINY, layers=1), torch.device("cpu"))
     rows = list(measure_steps(tmp_path, (1, 3), device="cpu", dtype="float32", context=48, masked=(0, 1, 2)))
     assert [(row.batch, row.masked) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2)]
 
 
 def test_every_way_to_sample_gives_a_row(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
+    write_checkpoint(tmp_path, replace(TINY, layers=1), torch.device("cpu"))
     rows = list(
         measure_steps(
             tmp_path, (2,), device="cpu", dtype="float32", context=48, samplings=("plain", "penalties")
@@ -42,7 +42,7 @@ def test_no_prompt_of_the_rate_comes_from_the_cache(tmp_path: Path, monkeypatch:
         return stats
 
     monkeypatch.setattr(Engine, "step", counting)
-    write_checkpoint(tmp_path, replace(TINY, num_layers=1), torch.device("cpu"))
+    write_checkpoint(tmp_path, replace(TINY, layers=1), torch.device("cpu"))
     list(measure_steps(tmp_path, (1, 3), device="cpu", dtype="float32", context=80, masked=(0, 1)))
     measured = 2 * (1 + 3)
     # Prompts of 48 tokens, three blocks: all are computed, then all but the last block is found.

@@ -18,7 +18,8 @@ from gateway.commands.size import (
 from gateway.commands.size import (
     fit as size,
 )
-from triton_models.checkpoint import load_model, read_config
+from triton_models import families
+from triton_models.checkpoint import load_model
 from triton_models.engine import capacity, graphs, settings
 from triton_models.options import OPTIONS
 
@@ -45,7 +46,7 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     shape = read_shape(GOLDEN / name)
-    assert shape.weight_bytes(dtype.itemsize) == read_config(GOLDEN / name).nbytes(dtype)
+    assert shape.weight_bytes(dtype.itemsize) == families.read_shape(GOLDEN / name).nbytes(dtype)
     model = load_model(GOLDEN / name, dtype, torch.device("cpu"))
     assert shape.kv_bytes(dtype.itemsize) == model.kv_shape.bytes_per_token(dtype)
 

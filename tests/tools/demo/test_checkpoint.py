@@ -12,8 +12,9 @@ from tools.demo.export import write_config, write_weights
 from tools.demo.mixture import cases
 from tools.demo.tokenizer import PIECES, train_tokenizer
 from tools.demo.values import CHECKPOINT
-from triton_models.checkpoint import load_model, tensor_places
+from triton_models.checkpoint import load_model
 from triton_models.directory import detect_format
+from triton_models.families import tensor_places
 from wire.history import Turn
 
 MEGABYTE = 1_000_000

@@ -7,37 +7,39 @@ from tests.triton_models.engine.fake_model import ids, request, run
 from triton_models.engine import backend
 from triton_models.engine.backend import PLAIN, choose_backend
 from triton_models.engine.engine import Engine
-from triton_models.engine.linear import PackedLinear, pack, why_not_packed
-from triton_models.engine.models.chatglm import ChatGLM, ChatGLMConfig
+from triton_models.engine.linear import PackedLinear, why_not_packed
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
+from triton_models.engine.models.positions import Rope
 from triton_models.engine.settings import EngineSettings
 
 CPU = torch.device("cpu")
-SHAPE = ChatGLMConfig(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    multi_query_group_num=2,
-    kv_channels=8,
-    padded_vocab_size=70,
-    seq_length=64,
-    layernorm_epsilon=1e-5,
-    add_qkv_bias=True,
+SHAPE = DecoderConfig(
+    layers=2,
+    hidden=32,
+    feed_forward=48,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocabulary=70,
+    positions=64,
+    epsilon=1e-5,
+    rope=Rope(share=0.5, base=10_000.0),
+    qkv_bias=True,
 )
 
 
-def small_model() -> ChatGLM:
-    model = ChatGLM(SHAPE, dtype=torch.float32, device=CPU)
+def small_model() -> Decoder:
+    model = Decoder(SHAPE, dtype=torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(4)
     for layer in model.layers:
         assert layer.qkv.bias is not None
         layer.qkv.weight.normal_(std=0.3, generator=generator)
         layer.qkv.bias.normal_(std=0.3, generator=generator)
-        for matrix in (layer.attention_out, layer.gate_up, layer.down):
+        for matrix in (layer.attention_out, layer.up, layer.down):
             matrix.weight.normal_(std=0.3, generator=generator)
-        layer.input_norm.fill_(1)
-        layer.post_attention_norm.fill_(1)
-    model.final_norm.fill_(1)
+        layer.input_norm.weight.fill_(1)
+        layer.feed_forward_norm.weight.fill_(1)
+    model.final_norm.weight.fill_(1)
     for tensor in (model.embedding, model.head.weight):
         tensor.normal_(generator=generator)
     return model
@@ -78,4 +80,4 @@ def test_where_they_cannot_be_packed_they_stay_and_the_log_says_why(
 
 def test_other_devices_compute_plainly() -> None:
     assert choose_backend(torch.device("meta"), torch.float32) is PLAIN
-    assert choose_backend(CPU, torch.float32).convert is pack
+    assert choose_backend(CPU, torch.float32).convert is not None

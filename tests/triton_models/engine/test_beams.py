@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.triton_models.engine.fake_model import GREEDY, FakeModel, continuation, request
-from tests.triton_models.native_checkpoint import write_bloom, write_native
+from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.beams import BeamParams, BeamRequest, BeamSearch, BeamSearches, EarlyStopping
@@ -118,7 +118,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pre
 
     def both(family: str) -> tuple[PreTrainedModel, CausalModel]:
         place = folder / family
-        reference = write_bloom(place) if family == "bloom" else write_native(place, family)
+        reference = write_native(place, family)
         return reference, load_model(place, torch.float32, torch.device("cpu"))
 
     return {family: both(family) for family in FAMILIES}

@@ -242,7 +242,7 @@ def test_an_engine_takes_no_more_than_was_found_out(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cuda:0")
-    model = random_model(replace(SHAPE, padded_vocab_size=65024), dtype=dtype, device=device)
+    model = random_model(replace(SHAPE, vocabulary=65024), dtype=dtype, device=device)
     left: list[int] = []
 
     def watched(profile: Profile, settings: EngineSettings, vocabulary: int) -> int:

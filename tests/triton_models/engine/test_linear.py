@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from triton_models.engine import linear
-from triton_models.engine.linear import Linear, PackedLinear, pack, why_not_packed
+from triton_models.engine.linear import Linear, PackedLinear, why_not_packed
 
 DTYPES = [
     pytest.param(
@@ -36,8 +36,8 @@ def test_products_of_any_shape_are_those_of_the_plain_matrix(
 
 
 def test_what_is_packed_stays_so() -> None:
-    packed = pack(Linear(torch.ones(4, 4)))
-    assert pack(packed) is packed
+    packed = Linear(torch.ones(4, 4)).packed()
+    assert packed.packed() is packed
 
 
 def test_a_dtype_without_such_products_is_told() -> None:

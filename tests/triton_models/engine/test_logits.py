@@ -1,4 +1,4 @@
-"""Logits of prompts: each token's once, in order, as one pass over the whole prompt has them."""
+"""Logits of prompts: how many at once, and faults; `test_scoring.py` holds that each token has its own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.triton_models.engine.fake_model import (
     GREEDY,
@@ -22,7 +20,6 @@ from tests.triton_models.engine.fake_model import (
 )
 from tests.triton_models.native_checkpoint import write_bloom
 from triton_models.checkpoint import load_model
-from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
 from triton_models.engine.scheduler import LOGITS_ROWS
 from triton_models.engine.sequence import FinishReason, Request, TokenOutput
@@ -47,58 +44,6 @@ def check(outputs: list[TokenOutput], prompt: Sequence[int]) -> None:
     assert position == len(prompt)
     states = (torch.tensor(prompt).float() * weight(torch.arange(len(prompt)))).cumsum(0)
     torch.testing.assert_close(torch.cat([part.values for part in told]), logits_of(states))
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 30),
-            st.lists(st.integers(0, 59), min_size=1, max_size=3),
-            st.integers(1, 20),
-            st.integers(0, 2),
-            st.sampled_from(["logits", "logprobs", ""]),
-        ),
-        min_size=1,
-        max_size=12,
-    ),
-    st.integers(4, 12),
-    st.integers(14, 40),
-    st.booleans(),
-)
-def test_each_request_is_told_all_of_its_prompt_and_nothing_else(
-    requests: list[tuple[int, list[int], int, int, str]], budget: int, blocks: int, overlap: bool
-) -> None:
-    settings = EngineSettings(max_running=4, max_batched_tokens=budget, block_size=4, kv_blocks=blocks)
-    engine = Engine(FakeModel(), settings, backend=replace(PLAIN, overlap=overlap))
-    for number, (common, rest, count, priority, kind) in enumerate(requests):
-        asked = asking(str(number), [3] * common + rest, count, priority=priority)
-        top = 2 if kind == "logprobs" else None
-        engine.add(replace(asked, logits=kind == "logits", prompt_logprobs=top))
-    outputs = run(engine)
-    for number, (common, rest, count, _, kind) in enumerate(requests):
-        prompt, own = [3] * common + rest, outputs[str(number)]
-        assert ids(own) == continuation(prompt, count)
-        if kind == "logits":
-            check(own, prompt)
-        else:
-            assert not any(each.prompt_logits for each in own)
-            told = sum(len(each.prompt_logprobs) for each in own)
-            assert told == (len(prompt) - 1 if kind == "logprobs" else 0)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_prompt_that_gives_way_in_its_middle_is_told_no_token_twice(*, overlap: bool) -> None:
-    engine = Engine(
-        FakeModel(),
-        replace(SMALL, max_batched_tokens=4, kv_blocks=16),
-        backend=replace(PLAIN, overlap=overlap),
-    )
-    for number in range(3):
-        engine.add(request(f"urgent {number}", range(3), replace(GREEDY, max_tokens=20), priority=-1))
-    engine.add(asking("long", range(30)))
-    outputs = run(engine)
-    assert engine.stats().preemptions > 0
-    check(outputs["long"], range(30))
 
 
 def test_a_step_has_few_such_rows_and_all_decodes() -> None:
@@ -131,20 +76,6 @@ def test_a_step_has_few_such_rows_and_all_decodes() -> None:
     answered = [each.token_id for each in outputs["answer"]]
     assert len(answered) == 40
     assert len(model.steps) - begun <= 40 + 1
-
-
-def test_the_prefix_cache_is_not_read_for_it_and_written() -> None:
-    engine = Engine(FakeModel(), SMALL)
-    for name, asked, cached in (
-        ("first", asking("first", range(20)), 0),
-        ("again", asking("again", range(20)), 0),
-        ("plain", request("plain", range(20)), 16),
-    ):
-        engine.add(asked)
-        outputs = run(engine)[name]
-        assert {each.cached_tokens for each in outputs} == {cached}
-        if asked.logits:
-            check(outputs, range(20))
 
 
 def test_logits_that_are_not_finite_fail_the_request_alone() -> None:

@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, layer_norm, linear, rms_norm, silu
 
 from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
-from triton_models.engine.linear import Linear, pack, why_not_packed
+from triton_models.engine.linear import Linear, why_not_packed
 from triton_models.engine.models import ChunkRows, KVShape, Rotary, StepLayout
 from triton_models.engine.ops_torch import PlainMath, TorchOperations
 
@@ -186,7 +186,7 @@ def test_layer_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     hidden, weight, bias = torch.randn(5, 24).to(dtype), torch.randn(24), torch.randn(24)
     kept = hidden.clone()
-    given = PlainMath().layer_norm(hidden, weight, bias, 1e-5)
+    given = PlainMath().norm(hidden, weight, 1e-5, bias)
     assert_close(given, layer_norm(hidden.float(), weight.shape, weight, bias, 1e-5).to(dtype))
     assert torch.equal(hidden, kept)
 
@@ -206,7 +206,7 @@ def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: 
     operations = PlainMath()
 
     def made(weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return pack(Linear(weight, bias)) if packed else Linear(weight, bias)
+        return Linear(weight, bias).packed() if packed else Linear(weight, bias)
 
     gate, up = linear(inputs, wide).chunk(2, dim=-1)
     # Plain torch rounds what is added twice, and what is gated three times.

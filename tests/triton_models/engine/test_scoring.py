@@ -1,6 +1,6 @@
-"""Log-probabilities of prompts: each token's once, in order, as one pass over the whole prompt has them."""
+"""Log-probabilities and logits of prompts: each once, in order, as one pass over the prompt has them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.triton_models.engine import test_logits
 from tests.triton_models.engine.fake_model import (
     GREEDY,
     POISON,
@@ -52,7 +53,7 @@ def told(outputs: list[TokenOutput]) -> list[TokenLogprobs]:
     return [each for output in outputs for each in output.prompt_logprobs]
 
 
-def check(outputs: list[TokenOutput], prompt: Sequence[int], top: int) -> None:
+def check(outputs: list[TokenOutput], prompt: Sequence[int], top: int = 2) -> None:
     """Compare what was told with one pass over the prompt, without an engine."""
     tokens = torch.tensor(prompt)
     states = (tokens.float() * weight(torch.arange(len(prompt)))).cumsum(0)
@@ -77,7 +78,7 @@ def check(outputs: list[TokenOutput], prompt: Sequence[int], top: int) -> None:
             st.lists(st.integers(0, 59), min_size=1, max_size=3),
             st.integers(1, 20),
             st.integers(0, 2),
-            st.none() | st.integers(0, 20),
+            st.sampled_from([None, "logits"]) | st.integers(0, 20),
         ),
         min_size=1,
         max_size=12,
@@ -87,27 +88,43 @@ def check(outputs: list[TokenOutput], prompt: Sequence[int], top: int) -> None:
     st.booleans(),
 )
 def test_each_request_is_told_all_of_its_prompt_and_nothing_else(
-    requests: list[tuple[int, list[int], int, int, int | None]], budget: int, blocks: int, overlap: bool
+    requests: list[tuple[int, list[int], int, int, int | str | None]],
+    budget: int,
+    blocks: int,
+    overlap: bool,
 ) -> None:
     settings = EngineSettings(max_running=4, max_batched_tokens=budget, block_size=4, kv_blocks=blocks)
     engine = Engine(FakeModel(), settings, backend=replace(PLAIN, overlap=overlap))
-    for number, (common, rest, count, priority, top) in enumerate(requests):
+    for number, (common, rest, count, priority, wanted) in enumerate(requests):
         asked = asking(str(number), [3] * common + rest, 0, count, priority=priority)
-        engine.add(replace(asked, prompt_logprobs=top))
+        top = wanted if isinstance(wanted, int) else None
+        engine.add(replace(asked, prompt_logprobs=top, logits=wanted == "logits"))
     outputs = run(engine)
-    for number, (common, rest, count, _, top) in enumerate(requests):
+    for number, (common, rest, count, _, wanted) in enumerate(requests):
         prompt, own = [3] * common + rest, outputs[str(number)]
         assert ids(own) == continuation(prompt, count)
-        if top is None:
-            assert told(own) == []
-        else:
-            check(own, prompt, top)
-            tokens_begin = next(place for place, each in enumerate(own) if each.token_id is not None)
+        tokens_begin = next(place for place, each in enumerate(own) if each.token_id is not None)
+        if isinstance(wanted, int):
+            check(own, prompt, wanted)
             assert told(own[tokens_begin + 1 :]) == []
+        else:
+            assert told(own) == []
+        if wanted == "logits":
+            test_logits.check(own, prompt)
+            own = own[tokens_begin + 1 :]
+        assert not any(each.prompt_logits for each in own)
 
 
+KINDS = pytest.mark.parametrize(
+    ("asking", "check"), [(asking, check), (test_logits.asking, test_logits.check)], ids=["scores", "logits"]
+)
+
+
+@KINDS
 @pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_tells_nothing_twice_and_loses_nothing(*, overlap: bool) -> None:
+def test_preemption_tells_nothing_twice_and_loses_nothing(
+    asking: Callable[..., Request], check: Callable[..., None], *, overlap: bool
+) -> None:
     engine = Engine(FakeModel(), replace(SMALL, kv_blocks=12), backend=replace(PLAIN, overlap=overlap))
     prompts = {str(number): [number + 1] * 9 for number in range(4)}
     for name, prompt in prompts.items():
@@ -115,30 +132,36 @@ def test_preemption_tells_nothing_twice_and_loses_nothing(*, overlap: bool) -> N
     outputs = run(engine)
     assert engine.stats().preemptions > 0
     for name, prompt in prompts.items():
-        check(outputs[name], prompt, 2)
+        check(outputs[name], prompt)
         assert ids(outputs[name]) == continuation(prompt, 25)
 
 
-def test_a_prompt_that_gives_way_in_its_middle_goes_on_behind_what_was_told() -> None:
-    engine = Engine(FakeModel(), replace(SMALL, max_batched_tokens=4, kv_blocks=16))
+@KINDS
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_gives_way_in_its_middle_is_told_no_token_twice(
+    asking: Callable[..., Request], check: Callable[..., None], *, overlap: bool
+) -> None:
+    settings = replace(SMALL, max_batched_tokens=4, kv_blocks=16)
+    engine = Engine(FakeModel(), settings, backend=replace(PLAIN, overlap=overlap))
     for number in range(3):
         engine.add(asking(f"urgent {number}", range(3), count=20, priority=-1))
     engine.add(asking("long", range(30), count=1))
-    told_before = 0
+    outputs: list[TokenOutput] = []
     while not engine.stats().preemptions:
         engine.step()
-        told_before += sum(
-            len(each.prompt_logprobs) for each in engine.take_outputs() if each.request_id == "long"
-        )
-    assert 0 < told_before < 29
-    rest = run(engine)["long"]
-    assert [each.id for each in told(rest)] == list(range(30))[1 + told_before :]
-    assert ids(rest) == continuation(range(30), 1)
+        outputs += [each for each in engine.take_outputs() if each.request_id == "long"]
+    assert outputs
+    assert outputs[-1].finish_reason is None
+    outputs += run(engine)["long"]
+    check(outputs, range(30))
+    assert ids(outputs) == continuation(range(30), 1)
 
 
-def test_the_prefix_cache_is_not_read_for_it_and_written() -> None:
-    model = FakeModel()
-    engine = Engine(model, SMALL)
+@KINDS
+def test_the_prefix_cache_is_not_read_for_it_and_written(
+    asking: Callable[..., Request], check: Callable[..., None]
+) -> None:
+    engine = Engine(FakeModel(), SMALL)
     for name, asked, cached in (
         ("first", asking("first", range(20)), 0),
         ("again", asking("again", range(20)), 0),
@@ -147,8 +170,8 @@ def test_the_prefix_cache_is_not_read_for_it_and_written() -> None:
         engine.add(asked)
         outputs = run(engine)[name]
         assert {each.cached_tokens for each in outputs} == {cached}
-        if asked.prompt_logprobs is not None:
-            check(outputs, range(20), 2)
+        if name != "plain":
+            check(outputs, range(20))
 
 
 def test_what_is_recomputed_after_all_was_told_may_be_found() -> None:

@@ -11,7 +11,8 @@ from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, 
 from tests.triton_models.engine.wild_mix import wild_mix
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import Operations
-from triton_models.engine.models.chatglm import ChatGLMConfig
+from triton_models.engine.models.decoder import DecoderConfig
+from triton_models.engine.models.positions import Rope
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
@@ -57,17 +58,18 @@ def test_a_failure_is_told() -> None:
         warm_up(Engine(Broken(), SMALL))
 
 
-SHAPE = ChatGLMConfig(
-    num_layers=2,
-    hidden_size=256,
-    ffn_hidden_size=512,
-    num_attention_heads=32,
-    multi_query_group_num=2,
-    kv_channels=128,
-    padded_vocab_size=1152,
-    seq_length=512,
-    layernorm_epsilon=1e-5,
-    add_qkv_bias=True,
+SHAPE = DecoderConfig(
+    layers=2,
+    hidden=256,
+    feed_forward=512,
+    query_heads=32,
+    kv_heads=2,
+    head_dim=128,
+    vocabulary=1152,
+    positions=512,
+    epsilon=1e-5,
+    rope=Rope(share=0.5, base=10_000.0),
+    qkv_bias=True,
 )
 """Heads as ChatGLM3-6B has them, and little else."""
 
@@ -82,7 +84,7 @@ memory = pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tigh
 def test_the_mix_that_follows_a_warm_up_holds_everything(settings: EngineSettings) -> None:
     """On any device: what the next test says is worth only what its mix meets."""
     engine = Engine(random_model(SHAPE, dtype=torch.float32, device=torch.device("cpu")), settings)
-    seen = wild_mix(engine, requests=120, vocabulary=SHAPE.padded_vocab_size)
+    seen = wild_mix(engine, requests=120, vocabulary=SHAPE.vocabulary)
     assert sum(seen.ends.values()) == 120
     faults = {FinishReason.ERROR, FinishReason.MASK, FinishReason.SHUTDOWN}
     assert set(seen.ends) == set(FinishReason) - faults
@@ -149,7 +151,7 @@ def test_nothing_is_compiled_or_captured_after_it(
     assert made.captures > 0, "the counting itself does not work"
     made.clear()
     for seed in range(4):
-        wild_mix(engine, requests=200, vocabulary=SHAPE.padded_vocab_size, seed=seed)
+        wild_mix(engine, requests=200, vocabulary=SHAPE.vocabulary, seed=seed)
     assert (made.kernels, made.captures, made.regions) == ([], 0, 0)
 
 
@@ -164,14 +166,14 @@ def test_nothing_is_compiled_or_captured_after_a_failed_step(made: Made) -> None
         engine.step()
     engine.fail_running("as if a kernel had failed")
     assert {output.finish_reason for output in engine.take_outputs()} >= {FinishReason.ERROR}
-    wild_mix(engine, requests=100, vocabulary=SHAPE.padded_vocab_size)
+    wild_mix(engine, requests=100, vocabulary=SHAPE.vocabulary)
     assert (made.kernels, made.captures, made.regions) == ([], 0, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_kernel_of_a_new_shape_is_counted(made: Made) -> None:
     """What the tests above find nothing of, they would find."""
-    shape = replace(SHAPE, hidden_size=320, kv_channels=64)
+    shape = replace(SHAPE, hidden=320, head_dim=64)
     engine = Engine(random_model(shape, dtype=torch.bfloat16, device=torch.device("cuda:0")), TIGHT)
     warm_up(engine)
     assert made.kernels

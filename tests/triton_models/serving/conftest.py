@@ -12,7 +12,7 @@ import torch
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.settings import EngineSettings
 from triton_models.options import EntryParameters
 from triton_models.serving.chat_text import ChatText, load_text
@@ -29,9 +29,9 @@ HEARTBEAT_S = 0.2
 
 
 @pytest.fixture(scope="session")
-def model() -> ChatGLM:
+def model() -> Decoder:
     found = load_model(GOLDEN, torch.float32, torch.device("cpu"))
-    assert isinstance(found, ChatGLM)
+    assert isinstance(found, Decoder)
     return found
 
 
@@ -54,7 +54,7 @@ class Slow:
 
     STEP_S = 0.01
 
-    def __init__(self, model: ChatGLM) -> None:
+    def __init__(self, model: Decoder) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class Served:
 
 
 @pytest.fixture
-def serve(model: ChatGLM, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Callable[..., Served]]:
+def serve(model: Decoder, text: ChatText, pb_utils: FakePbUtils) -> Iterator[Callable[..., Served]]:
     """Return a function that starts a service with the given engine settings."""
     services = []
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from wire.channel import Frame
@@ -167,3 +168,22 @@ class FakePbUtils:
             if labels.items() <= metric.labels.items()
         ]
         return found
+
+
+class TritonError:
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message = message
+        self.code = code
+
+
+PB_UTILS = SimpleNamespace(
+    TritonError=TritonError,
+    Tensor=lambda name, values: (name, values),
+    InferenceResponse=lambda output_tensors=(), error=None: SimpleNamespace(
+        output_tensors=output_tensors, error=error
+    ),
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+)
+"""As much of `triton_python_backend_utils` as responses are made with."""

@@ -10,7 +10,7 @@ import torch
 from tests.triton_models.engine.models.whole_pass import whole_passes
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import FakeResponder, wait_until
-from triton_models.engine.models.chatglm import ChatGLM
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.sequence import PromptLogits
 from triton_models.serving.request import LOGITS_BYTES, logits_parts
 from wire.refusal import RefusalCode
@@ -30,7 +30,7 @@ def logits(answer: FakeResponder) -> Any:
     return np.array(rows)
 
 
-def test_the_whole_prompt_is_told_and_no_answer(served: Served, model: ChatGLM) -> None:
+def test_the_whole_prompt_is_told_and_no_answer(served: Served, model: Decoder) -> None:
     ids = [300 + place * 7 % 500 for place in range(200)]
     answer = served.ask("", prompt_token_ids=ids, **ALONE).wait()
     assert answer.refusal is None
@@ -41,7 +41,7 @@ def test_the_whole_prompt_is_told_and_no_answer(served: Served, model: ChatGLM) 
     assert served.probe().vocabulary == model.vocab_size
 
 
-def test_an_id_outside_the_vocabulary_is_refused(served: Served, model: ChatGLM) -> None:
+def test_an_id_outside_the_vocabulary_is_refused(served: Served, model: Decoder) -> None:
     answer = served.ask("", prompt_token_ids=[5, model.vocab_size], **ALONE).wait()
     assert answer.refused[0] is RefusalCode.INVALID_REQUEST
 

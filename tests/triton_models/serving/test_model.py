@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.triton_models.serving.conftest import Served
-from tests.triton_models.serving.fakes import wait_until
+from tests.triton_models.serving.fakes import PB_UTILS, wait_until
 from triton_models.serving import intake
 from wire.meta import Meta, decode_meta
 from wire.refusal import parse_refusal
@@ -40,7 +40,7 @@ class ResponseSender:
         self.error: str | None = None
 
     def send(self, response: Any, *, flags: int) -> None:
-        if hasattr(response, "error"):
+        if response.error is not None:
             self.error = response.error.message
         else:
             self.metas.append(decode_meta(response.output_tensors[1][1][0, 0]))
@@ -68,20 +68,10 @@ class Request:
         return '{"traceparent":"forwarded"}'
 
 
-class TritonError:
-    INVALID_ARG = UNAVAILABLE = CANCELLED = INTERNAL = 0
-
-    def __init__(self, message: str, code: int) -> None:
-        self.message = message
-
-
 def pb_utils() -> types.ModuleType:
     module = types.ModuleType("triton_python_backend_utils")
     module.__dict__.update(
-        TritonError=TritonError,
-        Tensor=lambda name, values: (name, values),
-        InferenceResponse=types.SimpleNamespace,
-        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
+        vars(PB_UTILS),
         get_input_tensor_by_name=lambda request, name: types.SimpleNamespace(
             as_numpy=lambda: np.array([request.inputs[name]], dtype=np.object_)
         ),

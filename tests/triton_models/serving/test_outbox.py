@@ -2,7 +2,6 @@
 
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.triton_models.serving.fakes import FakeResponder, wait_until
+from tests.triton_models.serving.fakes import PB_UTILS, FakeResponder, wait_until
 from triton_models.serving.outbox import POLL_PERIOD_S, Call, Responder, Sender
 from wire.channel import Frame, decode_frame
 from wire.meta import Meta, decode_meta
@@ -28,22 +27,6 @@ class ResponseSender:
         if self.error is not None:
             raise self.error
         self.sent.append((response, flags))
-
-
-class TritonError:
-    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = range(4)
-
-    def __init__(self, message: str, code: int) -> None:
-        self.message = message
-        self.code = code
-
-
-PB_UTILS = types.SimpleNamespace(
-    TritonError=TritonError,
-    Tensor=lambda name, values: (name, values),
-    InferenceResponse=types.SimpleNamespace,
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
-)
 
 
 @pytest.mark.parametrize("final", [False, True])

@@ -440,6 +440,22 @@ def test_what_takes_too_long_is_given_up_and_holds_up_nobody(
     assert own.compile(Grammar(kind="regex", text="another"))
 
 
+def test_a_thread_that_cannot_be_had_is_missed_once(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Walker(tokenizers["chatglm3"], "chatglm3").grammars
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(grammars.COMPILED_AT_ONCE):
+            with pytest.raises(RuntimeError, match="new thread"):
+                own.compile(Grammar(kind="regex", text="a"))
+    assert own.compile(Grammar(kind="regex", text="a"))
+
+
 def test_only_that_thread_has_the_stack() -> None:
     usual = threading.stack_size()
     assert usual != STACK_BYTES

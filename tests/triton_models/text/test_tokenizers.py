@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.glm4_checkpoint import RANKS, byte_pairs, write_tokenizer
+from triton_models.directory import TOKENIZER_FILE
 from triton_models.errors import CheckpointError, LibraryPanicError, TextError
 from triton_models.text import tokenizers as module
 from triton_models.text.answer import Detokenizer
 from triton_models.text.tokenizers import (
     LONGEST_BLANK,
     SPECIAL_TOKENS,
-    TOKENIZER_FILE,
     Tokenizer,
     bad_word_ids,
     load_tokenizer,

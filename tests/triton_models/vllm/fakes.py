@@ -95,7 +95,7 @@ class Sender:
         if response.error is not None:
             self.error = response.error
         else:
-            self.responses.append({name: values.tolist() for name, values in response.tensors})
+            self.responses.append({name: values.tolist() for name, values in response.output_tensors})
         if flags:
             self.ended.set()
 
@@ -111,23 +111,3 @@ class Sender:
     @property
     def text(self) -> bytes:
         return b"".join(response["text_output"][0] for response in self.responses)
-
-
-class TritonError:
-    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"
-
-    def __init__(self, message: str, code: str) -> None:
-        self.message = message
-        self.code = code
-
-
-def _response(output_tensors: Any = (), error: Any = None) -> Any:
-    return SimpleNamespace(tensors=output_tensors, error=error)
-
-
-PB_UTILS = SimpleNamespace(
-    TritonError=TritonError,
-    InferenceResponse=_response,
-    Tensor=lambda name, values: (name, values),
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL=1,
-)

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from tests.triton_models.serving.fakes import wait_until
-from tests.triton_models.vllm.fakes import PB_UTILS, FakeEngine, Sender
+from tests.triton_models.serving.fakes import PB_UTILS, wait_until
+from tests.triton_models.vllm.fakes import FakeEngine, Sender
 from triton_models.vllm.service import Arrival, Call, Service
 
 STREAM = {"stream": [True]}
@@ -109,7 +109,8 @@ def test_closing_answers_what_is_open_and_ends_the_engine() -> None:
     for sender in (running, fresh):
         assert sender.ended.is_set()
         assert "unloaded" in sender.error.message
-    assert not any(thread.is_alive() for thread in served.service._threads)
+    assert not served.service._thread.is_alive()
+    assert not served.service._sender._thread.is_alive()
 
 
 def test_a_response_that_cannot_be_sent_ends_its_request_alone(served: Served) -> None:

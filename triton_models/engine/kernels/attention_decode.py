@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded_dims
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
 
 SEGMENTS = 32
 """Most segments of a sequence; their number and bounds depend on its length alone."""
@@ -44,7 +44,7 @@ def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -
     large then, and more of them run at the same time. No matrix unit has float32's precision, so its tiles
     are small, to fit the registers.
     """
-    dims = padded_dims(head_dim)
+    dims = padded(head_dim)
     if dtype not in (torch.float16, torch.bfloat16):
         return DecodeConfig(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3)
     tile = max(16, min(128, 16384 // dims))
@@ -95,12 +95,14 @@ class DecodeWorkspace:
         self, *, rows: int, query_heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
         self.rows = rows
-        group, lanes = query_heads // kv_heads, padded_group(query_heads, kv_heads)
+        group = query_heads // kv_heads
         self.sums = torch.empty(
-            (rows, kv_heads, SEGMENTS, group, padded_dims(head_dim)), dtype=torch.float32, device=device
+            (rows, kv_heads, SEGMENTS, group, padded(head_dim)), dtype=torch.float32, device=device
         )
         """Unnormalised weighted sums of values: [rows, KV heads, segments, query heads, padded head_dim]."""
-        self.scales = torch.empty((rows, kv_heads, SEGMENTS, 2, lanes), dtype=torch.float32, device=device)
+        self.scales = torch.empty(
+            (rows, kv_heads, SEGMENTS, 2, padded(group)), dtype=torch.float32, device=device
+        )
         """Each segment's highest score, then its sum of weights."""
         self.arrivals = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
         """Programs that have finished; zero again when a launch ends."""
@@ -122,11 +124,6 @@ def choose_splits(
     wanted = sm_count * programs_per_sm // (batch * kv_heads)
     tiles = math.ceil(max_length / tile)
     return max(1, min(wanted, tiles, SEGMENTS))
-
-
-def padded_group(query_heads: int, kv_heads: int) -> int:
-    """Return the rows of the matrix product: the query heads of a KV head, padded to what `dot` requires."""
-    return max(16, 1 << (query_heads // kv_heads - 1).bit_length())
 
 
 def decode_attention(
@@ -197,10 +194,10 @@ def decode_attention(
         queries.stride(0),
         tables.stride(0),
         GROUP=query_heads // kv_heads,
-        LANES=padded_group(query_heads, kv_heads),
+        LANES=padded(query_heads // kv_heads),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        DIMS=padded_dims(head_dim),
+        DIMS=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=config.tile,
         MAX_SEGMENTS=SEGMENTS,

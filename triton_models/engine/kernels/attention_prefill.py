@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded_dims
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
 from triton_models.engine.models import ChunkRows
 
 
@@ -35,7 +35,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """
     if dtype in (torch.float16, torch.bfloat16):
         return PrefillConfig(rows=64, keys=64, warps=4, stages=3)
-    return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // padded_dims(head_dim))), warps=8, stages=2)
+    return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // padded(head_dim))), warps=8, stages=2)
 
 
 def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> int:
@@ -111,7 +111,7 @@ def prefill_attention(
         ROWS=max(config.rows, triton.next_power_of_2(group)),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        DIMS=padded_dims(head_dim),
+        DIMS=padded(head_dim),
         BLOCK_SIZE=block_size,
         KEYS=config.keys,
         num_warps=config.warps,

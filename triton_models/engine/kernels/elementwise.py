@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import padded_dims
+from triton_models.engine.kernels.heads import padded
 
 _NUMBERS_PER_WARP = 512
 _ACTIVATION_BLOCK = 1024
@@ -15,40 +15,21 @@ _HEADS = 16
 """Heads per program of `rotate_store`."""
 
 
-def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of each row (Zhang and Sennrich, 2019), computed in float32.
+def norm(hidden: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """Return the LayerNorm of each row, or without a bias the RMSNorm, computed in float32.
 
-    A row's result depends on that row alone. Compiled once for each dtype and width.
-
-    Args:
-        hidden: [T, H], contiguous, float32, float16 or bfloat16.
-        weight: [H] float32.
-        eps: added to the mean square.
-
-    Returns:
-        [T, H] in the dtype of `hidden`.
-    """
-    return _launch_norm(hidden, weight, None, eps)
-
-
-def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Return the LayerNorm of each row (Ba et al., 2016), computed in float32.
-
-    A row's result depends on that row alone. Compiled once for each dtype and width.
+    After Ba et al., 2016, and Zhang and Sennrich, 2019. A row's result depends on that row alone. Compiled
+    once for each dtype and width, and with or without a bias.
 
     Args:
         hidden: [T, H], contiguous, float32, float16 or bfloat16.
         weight: [H] float32.
+        eps: added to the variance, or to the mean square.
         bias: [H] float32.
-        eps: added to the variance.
 
     Returns:
         [T, H] in the dtype of `hidden`.
     """
-    return _launch_norm(hidden, weight, bias, eps)
-
-
-def _launch_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     rows, width = hidden.shape
     normed = torch.empty_like(hidden)
     block = triton.next_power_of_2(width)
@@ -59,7 +40,6 @@ def _launch_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 @triton.jit
 def _norm(hidden, weight, bias, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """LayerNorm; without a bias, RMSNorm."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     here = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -123,7 +103,7 @@ def rotate_store(
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        DIMS=padded_dims(head_dim),
+        DIMS=padded(head_dim),
         PAIRS=0 if cos is None else cos.shape[1],
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 
-def padded_dims(head_dim: int) -> int:
-    """Return a head's width with what fills it up to what `dot` takes: a power of two of at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded(size: int) -> int:
+    """Return a size with what fills it up to what `dot` takes: a power of two of at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 @triton.jit

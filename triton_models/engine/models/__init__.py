@@ -113,17 +113,11 @@ class Operations(Protocol):
         """
         ...
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return the RMSNorm of `hidden`, [T, width], computed in float32, without changing `hidden`.
+    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
+        """Return the LayerNorm of `hidden`, [T, width], or without a bias the RMSNorm; in float32.
 
-        `weight`: [width] float32; `epsilon` is added to the mean square.
-        """
-        ...
-
-    def layer_norm(self, hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        """Return the LayerNorm of `hidden`, [T, width], computed in float32, without changing `hidden`.
-
-        `weight`, `bias`: [width] float32; `epsilon` is added to the variance.
+        `hidden` stays as it is. `weight`, `bias`: [width] float32; `epsilon` is added to the variance, or to
+        the mean square.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""The forward pass of GLM-4 in transformers' form, GLM-4-0414, GLM-Z1, Llama, Mistral, Qwen2 and Qwen3.
+"""The forward pass of every family: ChatGLM and GLM of all versions, Llama, Mistral, Qwen2, Qwen3 and BLOOM.
 
-They differ in a few switches (`DecoderConfig`). All rotate interleaved pairs here, whatever their checkpoints
-do: who reads a checkpoint brings the rows of queries and keys into that order, which changes no product of a
-query and a key. Knows nothing of files, blocks or requests.
+They differ in a few switches (`DecoderConfig`). All that rotate do it by interleaved pairs here, whatever
+their checkpoints do: who reads a checkpoint brings the rows of queries and keys into that order, which
+changes no product of a query and a key. Knows nothing of files, blocks or requests.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.nn.functional import embedding
 
 from triton_models.engine.linear import Linear
 from triton_models.engine.models import KVShape, Operations
-from triton_models.engine.models.rope import Rope, rotary_table
+from triton_models.engine.models.positions import Rope, alibi, rotary_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,16 @@ class DecoderConfig:
     """Length of the longest sequence."""
     epsilon: float
     """Of all norms."""
-    rope: Rope
+    rope: Rope | None
+    """None: scores fall with the distance (`Alibi`)."""
     qkv_bias: bool = False
     out_bias: bool = False
     """The attention's output has a bias."""
+    feed_forward_bias: bool = False
+    gated: bool = True
+    """The feed-forward part is SwiGLU; otherwise, GELU."""
+    layer_norms: bool = False
+    """Norms are LayerNorms, and the embedding has one, too; otherwise, RMSNorms."""
     head_norms: bool = False
     """Each query and key head is normed before it is rotated."""
     output_norms: bool = False
@@ -49,44 +55,66 @@ class DecoderConfig:
         return self.query_heads * self.head_dim
 
     @property
-    def qkv_width(self) -> int:
-        """Width of all query, key and value heads of one token."""
-        return self.query_width + 2 * self.kv_heads * self.head_dim
+    def kv_width(self) -> int:
+        """Width of all key heads of one token; its value heads have the same."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int, bool]]:
+        """Of each matrix of a layer: its rows, its columns, and whether it has a bias."""
+        hidden, width = self.hidden, self.feed_forward
+        return {
+            "qkv": (self.query_width + 2 * self.kv_width, hidden, self.qkv_bias),
+            "attention_out": (hidden, self.query_width, self.out_bias),
+            "up": (2 * width if self.gated else width, hidden, self.feed_forward_bias),
+            "down": (hidden, width, self.feed_forward_bias),
+        }
 
     def nbytes(
         self, dtype: torch.dtype, form: type[Linear] = Linear, head: type[Linear] | None = None
     ) -> int:
-        """Return the bytes that a model of this shape allocates: weights, norms and rotary tables."""
-        hidden, ffn = self.hidden, self.feed_forward
-        shapes = ((self.qkv_width, hidden), (hidden, self.query_width), (2 * ffn, hidden), (hidden, ffn))
-        layer = sum(form.bytes_for(*shape, dtype) for shape in shapes)
-        layer += (self.qkv_bias * self.qkv_width + self.out_bias * hidden) * dtype.itemsize
+        """Return the bytes that a model of this shape allocates: weights, norms, and what positions need."""
+        layer = sum(
+            form.bytes_for(rows, columns, dtype) + bias * rows * dtype.itemsize
+            for rows, columns, bias in self.matrices.values()
+        )
         ends = (Linear,) if self.tied else (Linear, head or form)
-        weights = sum(each.bytes_for(self.vocabulary, hidden, dtype) for each in ends) + self.layers * layer
-        per_layer = (4 if self.output_norms else 2) * self.hidden + 2 * self.head_norms * self.head_dim
-        norms = self.layers * per_layer + self.hidden
-        rotary = 2 * self.positions * self.rope.pairs
-        return weights + (norms + rotary) * torch.float32.itemsize
+        weights = sum(each.bytes_for(self.vocabulary, self.hidden, dtype) for each in ends)
+        norms = (self.layers * (4 if self.output_norms else 2) + 1 + self.layer_norms) * self.hidden
+        norms += self.layers * self.head_norms * 2 * self.head_dim
+        norms *= 2 if self.layer_norms else 1
+        tables = self.query_heads
+        if self.rope is not None:
+            tables = 2 * self.positions * self.rope.pairs(self.head_dim)
+        return weights + self.layers * layer + (norms + tables) * torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Weight and bias of a LayerNorm, or weight of an RMSNorm; float32, whatever the model's dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """One layer.
+    """One layer; norms are None where the model has none.
 
-    Rows of `qkv` are all query heads, then key heads, then value heads; rows of `gate_up` are the gate, then
-    the projection that it gates. Norms are float32, and None where the model has none.
+    Rows of `qkv` are all query heads, then key heads, then value heads; rows of a gated `up` are the gate,
+    then the projection that it gates.
     """
 
-    input_norm: Tensor
+    input_norm: Norm
     qkv: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    query_norm: Norm | None
+    key_norm: Norm | None
     attention_out: Linear
-    attention_norm: Tensor | None
-    feed_forward_norm: Tensor
-    gate_up: Linear
+    attention_norm: Norm | None
+    feed_forward_norm: Norm
+    up: Linear
     down: Linear
-    output_norm: Tensor | None
+    output_norm: Norm | None
 
 
 class Decoder:
@@ -94,6 +122,9 @@ class Decoder:
 
     Matrices are in the `form` given, but for the embedding, a head that is the same, and one in the form
     `head`.
+
+    Attributes:
+        nbytes: what it allocates.
     """
 
     def __init__(
@@ -106,34 +137,36 @@ class Decoder:
         head: type[Linear] | None = None,
     ) -> None:
         self.config = config
+        # With ChatGLM, the padded one, from which the original code samples, too.
         self.vocab_size = config.vocabulary
         self.max_positions = config.positions
         self.kv_shape = KVShape(config.layers, config.kv_heads, config.head_dim)
         self.query_heads = config.query_heads
         self.dtype = dtype
         self.device = device
+        self.nbytes = config.nbytes(dtype, form, head)
 
-        def weights(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        def matrix(rows: int, columns: int, *, bias: bool = False) -> Linear:
+        def matrix(name: str) -> Linear:
+            rows, columns, bias = config.matrices[name]
             return form.empty(rows, columns, bias=bias, dtype=dtype, device=device)
 
-        def norm(width: int = config.hidden) -> Tensor:
-            return torch.empty(width, dtype=torch.float32, device=device)
+        def norm(width: int = config.hidden) -> Norm:
+            weight = torch.empty(width, dtype=torch.float32, device=device)
+            return Norm(weight, torch.empty_like(weight) if config.layer_norms else None)
 
-        self.embedding = weights(config.vocabulary, config.hidden)
+        self.embedding = torch.empty((config.vocabulary, config.hidden), dtype=dtype, device=device)
+        self.embedding_norm = norm() if config.layer_norms else None
         self.layers = [
             DecoderLayer(
                 input_norm=norm(),
-                qkv=matrix(config.qkv_width, config.hidden, bias=config.qkv_bias),
+                qkv=matrix("qkv"),
                 query_norm=norm(config.head_dim) if config.head_norms else None,
                 key_norm=norm(config.head_dim) if config.head_norms else None,
-                attention_out=matrix(config.hidden, config.query_width, bias=config.out_bias),
+                attention_out=matrix("attention_out"),
                 attention_norm=norm() if config.output_norms else None,
                 feed_forward_norm=norm(),
-                gate_up=matrix(2 * config.feed_forward, config.hidden),
-                down=matrix(config.hidden, config.feed_forward),
+                up=matrix("up"),
+                down=matrix("down"),
                 output_norm=norm() if config.output_norms else None,
             )
             for _ in range(config.layers)
@@ -144,7 +177,11 @@ class Decoder:
         else:
             shape = config.vocabulary, config.hidden
             self.head = (head or form).empty(*shape, bias=False, dtype=dtype, device=device)
-        self._rotary = rotary_table(config.rope, config.positions, device)
+        self.positions = (
+            alibi(config.query_heads, device)
+            if config.rope is None
+            else rotary_table(config.rope, config.head_dim, config.positions, device)
+        )
 
     def convert(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace each matrix by `convert` of it, one at a time."""
@@ -153,7 +190,7 @@ class Decoder:
                 layer,
                 qkv=convert(layer.qkv),
                 attention_out=convert(layer.attention_out),
-                gate_up=convert(layer.gate_up),
+                up=convert(layer.up),
                 down=convert(layer.down),
             )
         self.head = convert(self.head)
@@ -161,12 +198,14 @@ class Decoder:
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         """Compute all layers, but of the last one only the attention."""
         hidden = embedding(tokens, self.embedding)
+        if self.embedding_norm is not None:
+            hidden = self._norm(hidden, self.embedding_norm, operations)
         for index, layer in enumerate(self.layers):
-            normed = operations.norm(hidden, layer.input_norm, self.config.epsilon)
+            normed = self._norm(hidden, layer.input_norm, operations)
             heads = operations.linear(normed, layer.qkv).view(len(tokens), -1, self.config.head_dim)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._norm_heads(heads, layer.query_norm, layer.key_norm, operations)
-            attended = operations.attend(index, heads, self._rotary)
+            attended = operations.attend(index, heads, self.positions)
             hidden = self._add(hidden, attended, layer.attention_out, layer.attention_norm, operations)
             if layer is not self.layers[-1]:
                 hidden = self._feed_forward(layer, hidden, operations)
@@ -175,27 +214,27 @@ class Decoder:
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
         """Compute the last layer's feed-forward part, the final norm and the head."""
         hidden = self._feed_forward(self.layers[-1], hidden, operations)
-        normed = operations.norm(hidden, self.final_norm, self.config.epsilon)
-        return operations.linear(normed, self.head)
+        return operations.linear(self._norm(hidden, self.final_norm, operations), self.head)
 
     def _feed_forward(self, layer: DecoderLayer, hidden: Tensor, operations: Operations) -> Tensor:
-        normed = operations.norm(hidden, layer.feed_forward_norm, self.config.epsilon)
-        gated = operations.linear_swiglu(normed, layer.gate_up)
-        return self._add(hidden, gated, layer.down, layer.output_norm, operations)
+        normed = self._norm(hidden, layer.feed_forward_norm, operations)
+        activate = operations.linear_swiglu if self.config.gated else operations.linear_gelu
+        return self._add(hidden, activate(normed, layer.up), layer.down, layer.output_norm, operations)
 
-    def _norm_heads(
-        self, heads: Tensor, query_norm: Tensor, key_norm: Tensor, operations: Operations
-    ) -> None:
+    def _norm(self, hidden: Tensor, norm: Norm, operations: Operations) -> Tensor:
+        return operations.norm(hidden, norm.weight, self.config.epsilon, norm.bias)
+
+    def _norm_heads(self, heads: Tensor, query_norm: Norm, key_norm: Norm, operations: Operations) -> None:
         """Norm the query and key heads among `heads`, [T, heads, head_dim], in place."""
         queries, kv = self.config.query_heads, self.config.kv_heads
-        for part, weight in ((heads[:, :queries], query_norm), (heads[:, queries : queries + kv], key_norm)):
+        for part, norm in ((heads[:, :queries], query_norm), (heads[:, queries : queries + kv], key_norm)):
             rows = part.reshape(-1, self.config.head_dim)
-            part.copy_(operations.norm(rows, weight, self.config.epsilon).view(part.shape))
+            part.copy_(self._norm(rows, norm, operations).view(part.shape))
 
     def _add(
-        self, hidden: Tensor, inputs: Tensor, matrix: Linear, norm: Tensor | None, operations: Operations
+        self, hidden: Tensor, inputs: Tensor, matrix: Linear, norm: Norm | None, operations: Operations
     ) -> Tensor:
         """Return `hidden + matrix(inputs)`, with the second normed if there is a norm for it."""
         if norm is None:
             return operations.add_linear(hidden, inputs, matrix)
-        return hidden + operations.norm(operations.linear(inputs, matrix), norm, self.config.epsilon)
+        return hidden + self._norm(operations.linear(inputs, matrix), norm, operations)

@@ -13,9 +13,9 @@ from triton_models.engine.kernels.attention_decode import (
     choose_splits,
     decode_attention,
     decode_config,
-    padded_group,
     plan_decode,
 )
+from triton_models.engine.kernels.heads import padded
 
 SMALL = DecodeConfig(tile=16, warps=4, stages=2)
 
@@ -203,7 +203,7 @@ def test_in_float32_rounding_does_not_depend_on_the_batch() -> None:
 
 
 def test_query_heads_are_filled_up_to_what_a_dot_takes() -> None:
-    assert [padded_group(heads, 1) for heads in (1, 16, 17, 32)] == [16, 16, 32, 32]
+    assert [padded(heads) for heads in (1, 16, 17, 32)] == [16, 16, 32, 32]
 
 
 def test_the_workspace_has_no_room_for_heads_that_only_fill_a_tile() -> None:

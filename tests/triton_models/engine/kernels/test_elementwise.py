@@ -2,12 +2,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu as torch_gelu
-from torch.nn.functional import layer_norm as torch_layer_norm
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import layer_norm, rms_norm, silu
 
 from tests.triton_models.engine.kernels.paged import NOWHERE
 from tests.triton_models.engine.rotated import rotate_in_place
-from triton_models.engine.kernels.elementwise import gelu, layer_norm, norm, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import gelu, norm, rotate_store, swiglu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
@@ -46,15 +45,15 @@ def test_layer_norm_is_within_a_rounding(dtype: torch.dtype, width: int, device:
     hidden = random(3, width, dtype=dtype, device=device) + 5
     before = hidden.clone()
     weight, bias = norm_weight(width, device), random(width, dtype=torch.float32, device=device, seed=2)
-    exact = torch_layer_norm(hidden.double(), (width,), weight.double(), bias.double(), EPS)
+    exact = layer_norm(hidden.double(), (width,), weight.double(), bias.double(), EPS)
 
-    normed = layer_norm(hidden, weight, bias, EPS)
+    normed = norm(hidden, weight, EPS, bias)
 
     assert torch.equal(hidden, before)
     assert normed.dtype == dtype
     spacing = torch.finfo(dtype).eps * exact.abs()
     assert ((normed.double() - exact).abs() <= spacing + 1e-5).all()
-    assert torch.equal(layer_norm(hidden[1:2].clone(), weight, bias, EPS), normed[1:2])
+    assert torch.equal(norm(hidden[1:2].clone(), weight, EPS, bias), normed[1:2])
 
 
 def test_row_depends_on_nothing_else(device: torch.device) -> None:

@@ -1,7 +1,6 @@
 """The engine on the golden checkpoints, against what the original code answered in fp32."""
 
 import json
-import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_pass, whole_passes
-from triton_models.checkpoint import load_model, tensor_places
+from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import Linear
-from triton_models.engine.models.chatglm import ChatGLM, _rotary_table
+from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 
@@ -24,7 +23,7 @@ GOLDEN = Path(__file__).parents[3] / "golden"
 
 @dataclass(frozen=True)
 class Golden:
-    model: ChatGLM
+    model: Decoder
     cases: list[dict[str, Any]]
 
 
@@ -35,13 +34,6 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
     assert len(cases) >= 6
     return Golden(model, cases)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_models_size_is_known_before_it_is_allocated(golden: Golden, dtype: torch.dtype) -> None:
-    model = ChatGLM(golden.model.config, dtype=dtype, device=torch.device("cpu"))
-    tensors = [*tensor_places(model).values(), model._rotary.cos, model._rotary.sin]
-    assert model.config.nbytes(dtype) == sum(tensor.nbytes for tensor in tensors)
 
 
 class CountedRows(WholeSequence):
@@ -148,25 +140,6 @@ def test_a_prompts_log_probabilities_are_those_of_one_pass_over_it(golden: Golde
                 assert [value for _, value in each.top] == pytest.approx(
                     row.topk(3).values.tolist(), abs=1e-4
                 )
-
-
-def test_rope_ratio_multiplies_the_base(golden: Golden) -> None:
-    config = replace(golden.model.config, rope_ratio=50.0)
-    rotary = _rotary_table(config, torch.device("cpu"))
-    # Half of 16 numbers is rotated, in 4 pairs.
-    for pair in range(4):
-        angle = 300 / (10_000 * 50) ** (2 * pair / 8)
-        assert rotary.cos[300, pair].item() == pytest.approx(math.cos(angle), abs=1e-4)
-        assert rotary.sin[300, pair].item() == pytest.approx(math.sin(angle), abs=1e-4)
-
-
-def test_position_ratio_divides_positions_beyond_8k(golden: Golden) -> None:
-    config = replace(golden.model.config, position_ratio=4.0, seq_length=9001)
-    rotary = _rotary_table(config, torch.device("cpu"))
-    for pair in range(4):
-        angle = 9000 / 4 / 10_000 ** (2 * pair / 8)
-        assert rotary.cos[9000, pair].item() == pytest.approx(math.cos(angle), abs=1e-3)
-        assert rotary.sin[9000, pair].item() == pytest.approx(math.sin(angle), abs=1e-3)
 
 
 def test_64_mixed_requests_get_what_each_gets_alone(golden: Golden) -> None:

@@ -10,7 +10,8 @@ from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.models.whole_pass import whole_passes
 from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
-from triton_models.directory import NATIVE_TYPES
+from triton_models.directory import BLOOM_TYPE, NATIVE_TYPES
+from triton_models.engine import ops_torch
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -48,11 +49,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0, "attention_factor": 1.2}}),
     ("qwen3", {}),
     ("qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}),
+    (BLOOM_TYPE, {}),
+    (BLOOM_TYPE, {"n_head": 6, "hidden_size": 120}),  # no power of two: slopes of two kinds
+    (
+        BLOOM_TYPE,
+        {"n_head": 4, "hidden_size": 64, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
 ]
 
 
 def test_every_family_is_compared() -> None:
-    assert {family for family, _ in CASES} == set(NATIVE_TYPES)
+    assert {family for family, _ in CASES} == {*NATIVE_TYPES, BLOOM_TYPE}
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
@@ -68,20 +75,25 @@ def test_logits_are_transformers(tmp_path: Path, family: str, changes: dict[str,
 @pytest.mark.parametrize(("family", "changes"), CASES)
 @pytest.mark.parametrize("budget", [16, 500])
 def test_greedy_answers_are_transformers(
-    tmp_path: Path, family: str, changes: dict[str, Any], budget: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, changes: dict[str, Any], budget: int
 ) -> None:
+    """Two at a time, prompts in chunks or whole, and biases of a few rows at a time."""
     reference = write_native(tmp_path, family, **changes)
+    monkeypatch.setattr(ops_torch, "_BIASES", 700)
     prompts = [PROMPT, PROMPT[:4] * 9]
     settings = EngineSettings(block_size=4, max_running=4, max_batched_tokens=budget)
     engine = Engine(load_model(tmp_path, torch.float32, CPU), settings)
     for number, prompt in enumerate(prompts):
-        engine.add(request(f"{number}", prompt, SamplingParams(temperature=0.0, max_tokens=ANSWER)))
+        sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER, logprobs=2)
+        engine.add(request(f"{number}", prompt, sampling))
     answers = run(engine)
     for number, prompt in enumerate(prompts):
-        sequence = torch.tensor([prompt + ids(answers[f"{number}"])])
+        answer = answers[f"{number}"]
         with torch.inference_mode():
-            greedy = reference(sequence).logits[0, len(prompt) - 1 : -1].argmax(-1)
-        assert ids(answers[f"{number}"]) == greedy.tolist()
+            logits = reference(torch.tensor([prompt + ids(answer)])).logits[0, len(prompt) - 1 : -1]
+        assert ids(answer) == logits.argmax(-1).tolist()
+        found = [each.logprobs.logprob for each in answer if each.logprobs is not None]
+        assert found == pytest.approx(logits.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
 
 
 def test_the_order_of_pairs_matters(tmp_path: Path) -> None:

@@ -100,13 +100,6 @@ def golden_cases(golden: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]
     return cases
 
 
-def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
-    ids = FORMAT.render_text("a <|user|>\n")
-    assert ids[:2] == [TOKENIZER.special_ids["[gMASK]"], TOKENIZER.special_ids["sop"]]
-    assert ids[2:] == TOKENIZER.encode("a <|user|>\n")
-    assert len(FORMAT.render_text("")) == 2
-
-
 def test_an_answer_has_no_metadata(chatglm2: Tokenizer) -> None:
     with pytest.raises(TextError, match="no metadata"):
         ChatGLM2Format(chatglm2).render_turns([Turn("user", "q")], answer_metadata="")

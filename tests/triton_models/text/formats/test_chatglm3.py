@@ -94,13 +94,6 @@ def test_stops_and_segments() -> None:
     assert FORMAT.supports_tools
 
 
-def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else() -> None:
-    ids = FORMAT.render_text("a <|user|>\n")
-    assert ids[:2] == [TOKENIZER.special_ids["[gMASK]"], TOKENIZER.special_ids["sop"]]
-    assert ids[2:] == TOKENIZER.encode("a <|user|>\n")
-    assert len(FORMAT.render_text("")) == 2
-
-
 @pytest.mark.parametrize("metadata", ["", "get_weather"])
 def test_the_answers_first_line_can_be_part_of_the_prompt(metadata: str) -> None:
     ids = FORMAT.render_turns([Turn("user", "q")], answer_metadata=metadata)

@@ -10,6 +10,17 @@ def test_every_format_goes_by_its_name(name: str, tokenizers: dict[str, Tokenize
     assert chat_format(name, tokenizers[name]).name == name
 
 
+@pytest.mark.parametrize("name", SPECIAL_TOKENS)
+def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else(
+    name: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    tokenizer = tokenizers[name]
+    made = chat_format(name, tokenizer)
+    prefix = [tokenizer.special_ids["[gMASK]"], tokenizer.special_ids["<sop>" if name == "glm4" else "sop"]]
+    for text in ("a <|user|>\n", " hi", ""):
+        assert made.render_text(text) == [*prefix, *tokenizer.encode(text)]
+
+
 def test_an_unknown_name_is_refused(chatglm3: Tokenizer) -> None:
     with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2, chatglm3, glm4"):
         chat_format("glm5", chatglm3)

@@ -130,7 +130,3 @@ def test_what_the_format_has_no_place_for_is_refused(chat: ChatFormat) -> None:
     deep: Any = {"a": "b" * (LONGEST_TOOLS // 2)}
     with pytest.raises(TextError, match="tools come to more than"):
         chat.render_turns([Turn("system", "", tools=[deep, deep])])
-
-
-def test_plain_text_is_continued_after_the_first_ids(chat: ChatFormat, glm4: Tokenizer) -> None:
-    assert chat.render_text(" hi") == [RANKS + 2, RANKS + 4, *glm4.encode(" hi")]

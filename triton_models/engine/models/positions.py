@@ -1,4 +1,4 @@
-"""Rotary frequencies, and the ways in which models stretch them to longer contexts."""
+"""How models know positions: rotary frequencies, stretched for longer contexts in several ways, and ALiBi."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triton_models.engine.models import Rotary
+from triton_models.engine.models import Alibi, Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +18,6 @@ class Interpolation:
     def scale(self, frequencies: Tensor, base: float) -> Tensor:  # noqa: ARG002 - others need it
         """Return the frequencies, [pairs], as this changes them."""
         return frequencies / self.factor
-
-    @property
-    def amplitude(self) -> float:
-        """What sines and cosines are multiplied by."""
-        return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +38,10 @@ class Llama3:
         kept = ((fitting - self.low) / (self.high - self.low)).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
 
-    @property
-    def amplitude(self) -> float:
-        """What sines and cosines are multiplied by."""
-        return 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn:
-    """YaRN (Peng et al., arXiv 2309.00071): slow pairs are stretched, and attention is sharpened."""
+    """YaRN (Peng et al., arXiv 2309.00071): slow pairs are stretched, and attention sharpened (`Rope`)."""
 
     factor: float
     original: float
@@ -60,8 +50,6 @@ class Yarn:
     """Pairs that turn more often than this in the original context are kept."""
     slow: float = 1.0
     """Pairs that turn less often than this are stretched."""
-    amplitude: float
-    """What sines and cosines are multiplied by."""
     truncate: bool = True
     """The limits between which pairs are stretched in part are whole numbers."""
 
@@ -83,19 +71,40 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Which pairs of a head are rotated, and how fast."""
+    """How much of a head is rotated, and how fast."""
 
-    pairs: int
+    share: float = 1.0
+    """Of the head's numbers, the first that form pairs which are rotated."""
     base: float
     scaling: Interpolation | Llama3 | Yarn | None = None
+    amplitude: float = 1.0
+    """What sines and cosines are multiplied by, which sharpens attention."""
+
+    def pairs(self, head_dim: int) -> int:
+        """Return the number of pairs of a head of this width."""
+        return int(head_dim * self.share) // 2
 
 
-def rotary_table(rope: Rope, positions: int, device: torch.device) -> Rotary:
+def rotary_table(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Rotary:
     """Return the tables of the first `positions` positions: [positions, pairs]."""
-    exponents = torch.arange(rope.pairs, dtype=torch.float32, device=device) / rope.pairs
+    pairs = rope.pairs(head_dim)
+    exponents = torch.arange(pairs, dtype=torch.float32, device=device) / pairs
     frequencies = 1.0 / rope.base**exponents
-    amplitude = 1.0
     if rope.scaling is not None:
-        frequencies, amplitude = rope.scaling.scale(frequencies, rope.base), rope.scaling.amplitude
+        frequencies = rope.scaling.scale(frequencies, rope.base)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
-    return Rotary(angles.cos() * amplitude, angles.sin() * amplitude)
+    return Rotary(angles.cos() * rope.amplitude, angles.sin() * rope.amplitude)
+
+
+def alibi(heads: int, device: torch.device) -> Alibi:
+    """Return a slope for each head, as the published code of ALiBi and BLOOM has them.
+
+    With a power of two of heads, that is a geometric sequence that ends in 2 ** -8. Other numbers have the
+    next smaller power's, then every other one of twice as many heads.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    first = 2.0 ** (-8 / power)
+    between = math.sqrt(first)
+    slopes = [first**number for number in range(1, power + 1)]
+    slopes += [between**number for number in range(1, 2 * (heads - power), 2)]
+    return Alibi(torch.tensor(slopes, dtype=torch.float32, device=device))
