@@ -301,6 +301,14 @@ class Client:
             with contextlib.suppress(TritonError):
                 await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
 
+    async def infer(
+        self, request: service_pb2.ModelInferRequest, *, deadline: float, headers: Metadata = ()
+    ) -> list[service_pb2.ModelInferResponse]:
+        """Return all that `stream_infer` yields, where nothing is heard of a request before its answer."""
+        responses = self.stream_infer(request, deadline=deadline, idle_timeout_s=math.inf, headers=headers)
+        async with contextlib.aclosing(responses):
+            return [response async for response in responses]
+
     def _check_open(self) -> None:
         if self._closed is not None:
             raise TritonError(*self._closed)

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.triton.backends import TlsOf, client_tls, name_in, resolve
 from gateway.triton.client import Client, Tls
 from gateway.triton.errors import Fault, TritonError
+from gateway.triton.resolver import TlsOf, client_tls, name_in, resolve
 
 _RETRY_S = 5.0
 _NOT_THERE = (Fault.UNREACHABLE, Fault.SILENT)
