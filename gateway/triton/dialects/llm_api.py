@@ -19,7 +19,7 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract, as_text
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder, limit_of
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, limit_of
 
 _NUMBERS: Final = {
     "temperature": "FP32",
@@ -72,28 +72,28 @@ def _write(
     return message
 
 
-class _Answer(TextDecoder):
+class _Answer(TextAnswer):
     """Reads responses: each has the text so far, or more of it."""
 
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, _inputs: Collection[str], model: ModelText
     ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
+        super().__init__(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
         self._growth = Growth()
 
     def decode(self, response: Response) -> list[Event]:
         """See `AnswerDecoder.decode`."""
         found = outputs(response)
-        events = self._answer.accept()
+        events = self.accept()
         text = self._growth.push("".join(found.get("text_output", [])))
         reason = (found.get("finish_reason") or [_UNENDED])[0] or _UNENDED
         if reason != _UNENDED:
             text += self._growth.end()
-        return events + self._answer.take(News(text=text, finish=None if reason == _UNENDED else reason))
+        return events + self.take(News(text=text, finish=None if reason == _UNENDED else reason))
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        return self._answer.rest(self._growth.end()) + self._answer.end()
+        return self.rest(self._growth.end()) + super().end()
 
 
 CONTRACT: Final = Contract(

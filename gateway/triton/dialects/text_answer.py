@@ -97,19 +97,8 @@ class Growth:
         return "" if self._cumulative is not None else self._held.removeprefix(self._before)
 
 
-class TextDecoder:
-    """What the decoders of text backends share: see `gateway.triton.dialects.base.AnswerDecoder`."""
-
-    _answer: "TextAnswer"
-
-    @property
-    def over(self) -> bool:
-        """See `AnswerDecoder.over`."""
-        return self._answer.over
-
-
 class TextAnswer:
-    """The answer of a text backend, made into events.
+    """The answer of a text backend, made into events; how a response is read, each backend's own class says.
 
     Args:
         generation: the request.
@@ -139,7 +128,7 @@ class TextAnswer:
 
     @property
     def over(self) -> bool:
-        """Whether every choice has ended with the only call that it may have."""
+        """See `AnswerDecoder.over`: whether every choice has ended with the only call that it may have."""
         return all(choice.marks.over for choice in self._choices)
 
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:

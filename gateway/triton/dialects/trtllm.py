@@ -17,7 +17,7 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder, limit_of
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, limit_of
 
 NUMBERS: Final = {
     "temperature": "FP32",
@@ -83,27 +83,27 @@ def constrain(tensors: Tensors, grammar: Grammar) -> None:
         tensors.text("guided_decoding_guide", grammar.text)
 
 
-class _Answer(TextDecoder):
+class _Answer(TextAnswer):
     """Reads responses: each has more of the text, or all of it so far."""
 
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
     ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
+        super().__init__(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
         self._growth = Growth("" if "exclude_input_in_output" in inputs else prompt.text)
 
     def decode(self, response: Response) -> list[Event]:
         """See `AnswerDecoder.decode`."""
         found = outputs(response)
         prompt_tokens = found.get("num_input_tokens") or [None]
-        events = self._answer.accept(prompt_tokens[0])
+        events = self.accept(prompt_tokens[0])
         text = self._growth.push("".join(found.get("text_output", [])))
         counts = found.get("num_output_tokens") or [None]
-        return events + self._answer.take(News(text=text, tokens=counts[0]))
+        return events + self.take(News(text=text, tokens=counts[0]))
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        return self._answer.rest(self._growth.end()) + self._answer.end()
+        return self.rest(self._growth.end()) + super().end()
 
 
 CONTRACT: Final = Contract(

@@ -19,7 +19,7 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder
+from gateway.triton.dialects.text_answer import Growth, News, TextAnswer
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 
 _SAME: Final = (
@@ -89,14 +89,13 @@ def _structured(grammar: Grammar) -> dict[str, Any]:
     return {_GRAMMARS[grammar.kind]: text}
 
 
-class _Answer(TextDecoder):
+class _Answer(TextAnswer):
     """Reads responses: one a step where they stream, else one with everything."""
 
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
     ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=False, limit=generation.max_tokens)
-        self._logprobs = generation.logprobs
+        super().__init__(generation, model, prompt, cut_stops=False, limit=generation.max_tokens)
         repeats = _EXCLUDES not in inputs
         self._growths = [Growth(prompt.text) for _ in range(generation.n)] if repeats else []
         """Of the choices, where they may begin with the prompt."""
@@ -105,13 +104,13 @@ class _Answer(TextDecoder):
         """See `AnswerDecoder.decode`."""
         found = outputs(response)
         prompt_tokens = found.get("num_input_tokens") or [None]
-        events = self._answer.accept(prompt_tokens[0])
+        events = self.accept(prompt_tokens[0])
         texts = found.get("text_output", [])
         reasons, counts = found.get("finish_reason", []), found.get("num_output_tokens", [])
         for index, text in enumerate(texts):
             reason = reasons[index] if index < len(reasons) else None
             logprobs = found.get("logprobs", [])
-            events += self._answer.take(
+            events += self.take(
                 News(
                     text=self._growths[index].push(text) if index < len(self._growths) else text,
                     index=index,
@@ -124,14 +123,15 @@ class _Answer(TextDecoder):
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        held = [self._answer.rest(growth.end(), index) for index, growth in enumerate(self._growths)]
-        return [event for events in held for event in events] + self._answer.end()
+        held = [self.rest(growth.end(), index) for index, growth in enumerate(self._growths)]
+        return [event for events in held for event in events] + super().end()
 
     def _read_logprobs(self, document: str) -> tuple[TokenLogprob, ...] | None:
         """Read a JSON list with an object for each token: the sampled one's entry comes first."""
-        if self._logprobs is None or not document:
+        count = self._generation.logprobs
+        if count is None or not document:
             return None
-        return tuple(_logprob(each, self._logprobs) for each in json.loads(document) or ())
+        return tuple(_logprob(each, count) for each in json.loads(document) or ())
 
 
 def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:
