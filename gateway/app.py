@@ -33,7 +33,6 @@ from gateway.settings.values import revealed
 from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
 from gateway.telemetry.tracing import Tracing
 from gateway.triton.dialects import Dialects
-from gateway.triton.faults import warn_of_faults
 from gateway.triton.options import OnDemandPolicy, PoolOptions
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.public import Plan, PublicModels
@@ -58,7 +57,8 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     public: PublicModels | None = None
     if upstream is None:
-        upstream = public = triton_upstream(settings, metrics)
+        warn = settings.warn_of_faults and (place is None or place.number == 0)  # one process for all
+        upstream = public = triton_upstream(settings, metrics, warn_of_faults=warn)
         metrics.upstreams.look = public.states
     shared = SharedCounters(
         gauges=3 * Admission.GAUGES + 2,
@@ -165,21 +165,18 @@ def _background(
         yield follow(
             KEYS, settings, gateway.apply_keys, partial(metrics.file_read, metrics.keys_file_reloads), folder
         )
-    if public is not None:
-        if settings.warn_of_faults and (place is None or place.number == 0):
-            yield warn_of_faults(settings.all_upstreams(), settings.tls_of)
-        if settings.models_file is not None:
-            yield follow(
-                MODELS,
-                settings,
-                public.apply,
-                partial(metrics.file_read, metrics.models_file_reloads),
-                folder,
-            )
+    if public is not None and settings.models_file is not None:
+        yield follow(
+            MODELS, settings, public.apply, partial(metrics.file_read, metrics.models_file_reloads), folder
+        )
 
 
 def triton_upstream(
-    settings: Settings, metrics: Metrics | None = None, resolve: Resolve = resolve
+    settings: Settings,
+    metrics: Metrics | None = None,
+    resolve: Resolve = resolve,
+    *,
+    warn_of_faults: bool = False,
 ) -> PublicModels:
     """Make the upstream for the models and Tritons that `settings` names, which `resolve` looks up."""
     metrics = metrics or Metrics()
@@ -203,6 +200,7 @@ def triton_upstream(
             upstream_wait_s=settings.upstream_wait_s,
             resume=settings.resume,
             repository_key=revealed(settings.repository_key),
+            warn_of_faults=warn_of_faults,
             tls_of=settings.tls_of,
             resolve=resolve,
             resolve_interval_s=settings.resolve_interval_s,

@@ -308,14 +308,6 @@ class Metrics:
             self.key_tokens.labels(key, model, "prompt").inc(prompt)
             self.key_tokens.labels(key, model, "generated").inc(generated)
 
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """Count a generation that failed on `upstream`."""
-        self.upstream_errors.labels(model, upstream, code).inc()
-
-    def resumed(self, model: str) -> None:
-        """Count an answer that was resumed."""
-        self.resumes.labels(model).inc()
-
     def upstream_lookup(self, upstream: str, outcome: str) -> None:
         """Count a lookup of the name `upstream`."""
         for each in ("found", "none", "failed"):
@@ -327,10 +319,6 @@ class Metrics:
         self.model_loads.labels(model, upstream, "failed" if failed else "loaded").inc()
         if not failed:
             self.model_load_duration.labels(model).observe(seconds)
-
-    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
-        """Count an unload."""
-        self.model_unloads.labels(model, upstream, reason).inc()
 
     def file_read(self, reloads: Counter, outcome: str) -> None:
         """Count a change of a file: `applied` or `refused`."""

@@ -168,7 +168,7 @@ class ModelControl:
 
     def _unloaded(self, model: str, backend: Backend, reason: UnloadReason) -> None:
         for name in self._names(model):
-            self._metrics.model_unloaded(name, backend.address, reason)
+            self._metrics.model_unloads.labels(name, backend.address, reason).inc()
 
     async def _load_entry(self, model: str, backend: Backend) -> bool:
         """Load the model unless it is loaded; return whether it had to be."""

@@ -20,6 +20,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.client import Backoff, Client, EntryState, Tls
 from gateway.triton.errors import Fault, TritonError
+from gateway.triton.faults import warn_of_faults
 from gateway.triton.options import PoolOptions
 from gateway.triton.replicas import Replica, ReplicaState
 from gateway.triton.resolver import Name, client_tls, name_in
@@ -63,6 +64,8 @@ class Backend:
         self._options = options
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: tuple[Fault, str] | None = None
+        if options.warn_of_faults:
+            self._spawn(warn_of_faults(self.client), f"look for faults of {address}")
         for model in options.models:
             self.add(model)
         if not options.models:

@@ -72,6 +72,8 @@ class PoolOptions:
     """Answers of models that can are resumed when their server dies."""
     repository_key: str | None = None
     """What the Tritons require for listing, loading and unloading, as KEY=VALUE."""
+    warn_of_faults: bool = False
+    """Log once which Tritons have published faults."""
     tls_of: TlsOf = lambda _upstream: None
     resolve: Resolve = resolve
     """Looks up a name."""

@@ -233,7 +233,7 @@ class TritonUpstream:
         """Count that another replica accepted the request, if that goes on with an answer."""
         if attempts.started:
             attempts.resumes += 1
-            self._options.metrics.resumed(attempts.model)
+            self._options.metrics.resumes.labels(attempts.model).inc()
 
     def _is_absent(self, model_id: str) -> bool:
         """Whether a model has no Triton, or all of its Tritons are down or loading it.
@@ -283,7 +283,8 @@ class TritonUpstream:
         treatment, request = error.fault.value, attempts.request
         attempts.failure = error
         if treatment.upstream_at_fault:
-            self._options.metrics.upstream_error(attempts.model, replica.upstream, treatment.code)
+            errors = self._options.metrics.upstream_errors
+            errors.labels(attempts.model, replica.upstream, treatment.code).inc()
             extra = {"request_id": request.request_id, "model": attempts.model, "upstream": replica.upstream}
             extra["detail"] = error.detail[:_LOGGED_LIMIT]
             _log.warning("upstream failed: %s", treatment.code, extra=extra)

@@ -52,7 +52,7 @@ def test_names_and_labels_are_the_contract() -> None:
 
 def test_what_upstreams_report() -> None:
     metrics = Metrics()
-    metrics.upstream_error("m", "h:1", "silent")
+    metrics.upstream_errors.labels("m", "h:1", "silent").inc()
     metrics.upstreams.look = lambda: [UpstreamState(model="m", upstream="h:1", healthy=True)]
     text = metrics.render().decode()
     assert 'tritongate_upstream_errors_total{code="silent",model="m",upstream="h:1"} 1.0' in text
@@ -74,11 +74,11 @@ def test_nothing_is_left_of_an_upstream_that_left() -> None:
     metrics = Metrics()
     for upstream in ("h:1", "h:2"):
         for model in ("m", "n"):
-            metrics.upstream_error(model, upstream, "silent")
-            metrics.upstream_error(model, upstream, "internal")
+            metrics.upstream_errors.labels(model, upstream, "silent").inc()
+            metrics.upstream_errors.labels(model, upstream, "internal").inc()
         metrics.model_loaded("m", upstream, 2.5, failed=False)
         metrics.model_loaded("m", upstream, 1.0, failed=True)
-        metrics.model_unloaded("m", upstream, "idle")
+        metrics.model_unloads.labels("m", upstream, "idle").inc()
     assert metrics.registry.get_sample_value("tritongate_model_load_seconds_sum", {"model": "m"}) == 5
     assert metrics.render().decode().count('upstream="h:1"') == 7
     metrics.upstream_forgotten("h:1")

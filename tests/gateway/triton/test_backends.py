@@ -137,7 +137,7 @@ async def test_the_labels_of_who_vanished_go_away(
     pool = await named()
     await ready_on(pool, going, staying)
     resolver.records["triton"] = [staying.address]
-    observer.metrics.upstream_error("m", going.address, "silent")
+    observer.metrics.upstream_errors.labels("m", going.address, "silent").inc()
     await until(lambda: not observer.errors)
     assert health(pool) == {staying.address: True}
     # Who is back before that is not forgotten.
@@ -147,7 +147,7 @@ async def test_the_labels_of_who_vanished_go_away(
     await until(lambda: len(pool._backends._backends) == 1)
     resolver.records["triton"] = [going.address, staying.address]
     await ready_on(pool, going, staying)
-    observer.metrics.upstream_error("m", staying.address, "silent")
+    observer.metrics.upstream_errors.labels("m", staying.address, "silent").inc()
     await asyncio.sleep(3.5)
     assert observer.errors == [("m", staying.address, "silent")]
 
