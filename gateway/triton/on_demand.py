@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _LOOK_EVERY_S = 1.0
 _LOOK_EVERY_WHILE_WAITING_S = 0.2
-_LEFT_S = 0.5
+LEFT_S = 0.5
 """What must be left of a request's time: an answer that says why comes before one that only says too late."""
 _ANSWERS_WITHIN_S = 15.0
 """From when Triton calls a model ready to its first answered probe."""
@@ -145,7 +145,7 @@ class OnDemand:
             wish.waiting += 1
             try:
                 while not wish.over.is_set():
-                    left_s = deadline - _LEFT_S - clock()
+                    left_s = deadline - LEFT_S - clock()
                     if left_s <= 0:
                         raise self._too_late(model, wish)
                     with contextlib.suppress(TimeoutError):

@@ -22,10 +22,10 @@ from gateway.telemetry.tracing import Headers
 from gateway.triton.admin import ModelControl
 from gateway.triton.attempts import Attempts
 from gateway.triton.backends import Backends
-from gateway.triton.client import Client, Metadata, remaining_s
+from gateway.triton.client import Client, remaining_s
 from gateway.triton.dialects.base import AnswerDecoder, Dialect, ModelReport
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.on_demand import OnDemand
+from gateway.triton.on_demand import LEFT_S, OnDemand
 from gateway.triton.options import PoolOptions
 from gateway.triton.replicas import Replica, ReplicaState, unable
 
@@ -47,8 +47,6 @@ _UNLOADED = {Fault.NOT_READY, Fault.UNLOADED}
 """Faults of a request whose model was unloaded meanwhile."""
 _DOWN = {ReplicaState.UNREACHABLE, ReplicaState.STUCK}
 _ARRIVAL_LOOK_S = 0.25
-_LEFT_S = 0.5
-"""What must be left of a request's time: an answer that says why comes before one that only says too late."""
 
 
 class TritonUpstream:
@@ -202,7 +200,7 @@ class TritonUpstream:
             GatewayError: it cannot be loaded, or not in time, or is not to be served.
         """
         clock = asyncio.get_running_loop().time
-        until = min(clock() + self._options.upstream_wait_s, request.deadline - _LEFT_S)
+        until = min(clock() + self._options.upstream_wait_s, request.deadline - LEFT_S)
         while self._is_absent(request.model) and clock() < until:
             await asyncio.sleep(_ARRIVAL_LOOK_S)
             yield
@@ -304,7 +302,7 @@ class TritonUpstream:
             raise error.to_gateway(request) from error
 
     async def _events(
-        self, replica: Replica, request: Generation, attempts: Attempts, headers: Metadata
+        self, replica: Replica, request: Generation, attempts: Attempts, headers: Headers
     ) -> contextlib.AbstractAsyncContextManager[AsyncGenerator[Event, None]]:
         """Return a block around the events of `request`, as it is or resumed, on one replica.
 
@@ -376,7 +374,7 @@ async def _plain_events(
     report: ModelReport,
     decoder: AnswerDecoder | None,
     *,
-    headers: Metadata,
+    headers: Headers,
     idle_timeout_s: float,
 ) -> AsyncGenerator[Event, None]:
     """Run `request` with all of its answer on its own stream; `decoder` reads it, if there is one already."""

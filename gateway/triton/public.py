@@ -9,7 +9,6 @@ If no models are set, there is one pool, and its entries are the public names.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -283,7 +282,7 @@ class PublicModels:
 
     def _card(self, served: _Served) -> ModelCard:
         card = served.pool.model(served.settings.entry)
-        created = self._created.setdefault(served.name, card.created or int(time.time()))
+        created = self._created.setdefault(served.name, card.created)
         card = replace(card, id=served.name, created=created, settings=served.settings)
         return card if served.adapter is None else _of_adapter(served.adapter, card)
 

@@ -39,7 +39,7 @@ def of_vllm(inputs: Collection[str]) -> Embedder | None:
             document["pooling_params"] = {"dimensions": [embedding.dimensions]}
         tensors.text("text_input", "")  # which the model must have, and does not read
         tensors.text(_REQUEST, json.dumps(document, ensure_ascii=False))
-        tensors.numbers("return_num_input_tokens", "BOOL", True)  # noqa: FBT003 - a tensor's value
+        tensors.flags("return_num_input_tokens")
         return message
 
     def read(embedding: Embedding, responses: Sequence[Response]) -> Vector:

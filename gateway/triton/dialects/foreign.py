@@ -46,10 +46,6 @@ def as_text(generation: Generation, inputs: Collection[str], model: ModelText) -
     return model.render(generation.prompt, generation.prompt_field, count=count)
 
 
-def _no_embedder(_inputs: Collection[str]) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """One backend's tensors, for any model of it."""
@@ -69,8 +65,8 @@ class Contract:
     """Returns a prompt as the model takes it. Raises InvalidRequestError: it takes no such prompt."""
     tokens: Callable[[ModelText, Tokenization], Tokens] = ModelText.tokens
     """Counts tokens as the model does, here. Raises InvalidRequestError: it cannot be done."""
-    embedder: Callable[[Collection[str]], Embedder | None] = _no_embedder
-    """Returns what embeds with a model that has these inputs."""
+    embedder: Callable[[Collection[str]], Embedder | None] | None = None
+    """Returns what embeds with a model that has these inputs; None: nothing does."""
     ids: bool = False
     """It takes token ids only."""
     images: str | None = None
@@ -124,7 +120,7 @@ class Contract:
             request=request,
             decoder=decoder,
             tokens=tokens,
-            embedder=self.embedder(inputs),
+            embedder=None if self.embedder is None else self.embedder(inputs),
             adapters=self.adapters,
             counts_at_end=model.thinks or _COUNTS_ANSWER not in inputs,
             heartbeats=False,

@@ -63,8 +63,7 @@ def _write(
     if prompt.images:
         tensors.text(_IMAGES, *(image.url for image in prompt.images))
     tensors.numbers("streaming", "BOOL", generation.stream)
-    for name in ("return_finish_reason", "sampling_param_exclude_input_from_output"):
-        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.flags("return_finish_reason", "sampling_param_exclude_input_from_output")
     tensors.numbers("sampling_param_max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.parameters(generation, _NUMBERS, lambda name: ("sampling_param_" + name,))
     if generation.stop:

@@ -54,8 +54,7 @@ def _write(
     tensors.text("text_input", prompt.text)
     tensors.numbers("max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("stream", "BOOL", generation.stream)
-    for name in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
-        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.flags("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
     tensors.parameters(generation, NUMBERS, names_of)
     for name, words in (("stop_words", generation.stop), ("bad_words", generation.bad_words)):
         if words and not tensors.text(name, *words) and name == "bad_words":

@@ -47,7 +47,7 @@ def _write(
     tensors.numbers("request_output_len", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("beam_width", "INT32", 1)
     tensors.numbers("streaming", "BOOL", generation.stream)
-    tensors.numbers("exclude_input_in_output", "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.flags("exclude_input_in_output")
     for end in [_NO_END] if generation.ignore_eos else vocabulary.ends[:1]:
         tensors.numbers("end_id", "INT32", end)
     if vocabulary.pad is not None:

@@ -57,10 +57,8 @@ def _write(
     if prompt.images:
         tensors.text(_IMAGES, *(image.data for image in prompt.images))
     tensors.text("sampling_parameters", json.dumps(_parameters(generation), ensure_ascii=False))
-    tensors.numbers(_EXCLUDES, "BOOL", True)  # noqa: FBT003 - a tensor's value
-    for name in _REPORTS:
-        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - as above
-    if generation.logprobs is not None and not tensors.numbers("return_logprobs", "BOOL", True):  # noqa: FBT003
+    tensors.flags(_EXCLUDES, *_REPORTS)
+    if generation.logprobs is not None and not tensors.flags("return_logprobs"):
         raise InvalidRequestError("The model's backend has no log-probabilities.", param="logprobs")
     return message
 
