@@ -119,15 +119,7 @@ class PublicModels:
 
     async def start(self) -> None:
         """Connect; see `gateway.core.upstream.Upstream.start`."""
-        await self._lead_to(self._settings, wait=False)
-
-    async def apply(self, settings: Settings) -> None:
-        """Serve what `settings` say of models from now on; requests that run end as they began.
-
-        Args:
-            settings: the gateway's with other models.
-        """
-        await self._lead_to(settings, wait=True)
+        await self.apply(self._settings)
 
     async def close(self) -> None:
         """See `gateway.core.upstream.Upstream.close`."""
@@ -208,7 +200,12 @@ class PublicModels:
         served = self._find_model(model_id)
         return await served.pool.unload(served.settings.entry, upstream=upstream)
 
-    async def _lead_to(self, settings: Settings, *, wait: bool) -> None:
+    async def apply(self, settings: Settings) -> None:
+        """Serve what `settings` say of models from now on; requests that run end as they began.
+
+        Args:
+            settings: the gateway's, perhaps with other models.
+        """
         models = {name: settings.model(name) for name in settings.models}
         plans = plans_of(settings, models)
         pools = {
@@ -217,7 +214,7 @@ class PublicModels:
         new = [pool for plan, pool in pools.items() if plan not in self._pools]
         for pool in new:
             await pool.start()
-        if wait:
+        if self._pools:  # else nobody is served meanwhile
             await _met(new)
         old = self._pools
         self._settings, self._pools = settings, pools

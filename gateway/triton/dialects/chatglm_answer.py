@@ -83,7 +83,7 @@ class ChatGLMAnswer:
         """By choice, how many log-probabilities of the prompt come again after `resume`, and are left out."""
 
     def resume(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Expect the rest of the answer in another call's responses; return `Generation.generated` for it."""
+        """See `ChannelDecoder.resume`."""
         self._accepted = False
         self._kept = []
         self._ended_before = self._ended_tokens
@@ -93,11 +93,7 @@ class ChatGLMAnswer:
         )
 
     def decode(self, response: Response) -> list[Event]:
-        """Return the events in `response`.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood, or comes out of order.
-        """
+        """See `AnswerDecoder.decode`."""
         text, meta = read(response)
         if not self._accepted:
             if not text and meta == _HEARTBEAT:
@@ -119,36 +115,24 @@ class ChatGLMAnswer:
 
     @property
     def complete(self) -> bool:
-        """Whether the final response was read."""
+        """See `ChannelDecoder.complete`."""
         return not self._choices
 
     def end(self) -> Sequence[Event]:
-        """Check, when no response is left, that the final one was seen; it told everything.
-
-        Raises:
-            UpstreamProtocolError: it was not.
-        """
+        """See `AnswerDecoder.end`; the final response told everything."""
         if self._choices:
             raise not_understood("it ended without its final response")
         return ()
 
     def delivered(self, response: Response) -> tuple[int, wire_meta.Delivered] | None:
-        """Return the choice that `response` ends, and how much of it must have come over the channel.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
-        """
+        """See `ChannelDecoder.delivered`."""
         _, meta = read(response)
         if meta.finish_reason is not None and meta.delivered is None:
             raise not_understood("an end that does not say what came over the channel")
         return None if meta.delivered is None else (meta.index, meta.delivered)
 
     def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
-        """Return the events in the deltas from the channel, choice by choice, with plain text joined.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood.
-        """
+        """See `ChannelDecoder.deltas`; they come choice by choice, with plain text joined."""
         if self._unscored:
             self._kept += [delta for delta in deltas if delta[0] in self._unscored]
             deltas = [delta for delta in deltas if delta[0] not in self._unscored]
