@@ -109,9 +109,7 @@ class TritonUpstream:
         generated = False
         with self._in_use():
             while not attempts.complete:
-                async for _ in self._loading(request):
-                    yield Heartbeat()
-                async for _ in self._returning(attempts):
+                async for _ in self._waiting(attempts):
                     yield Heartbeat()
                 with self._attempt(attempts) as (replica, call, headers):
                     async with await self._events(replica, request, attempts, headers) as events:
@@ -168,7 +166,7 @@ class TritonUpstream:
         attempts = Attempts(request)
         with self._in_use():
             while True:
-                async for _ in self._loading(request):
+                async for _ in self._waiting(attempts):
                     pass
                 with self._attempt(attempts) as (replica, _, headers):
                     return await ask(replica, headers)
@@ -193,13 +191,15 @@ class TritonUpstream:
         finally:
             self.running -= 1
 
-    async def _loading(self, request: Generation | Tokenization | Embedding) -> AsyncGenerator[None, None]:
-        """Yield about every second while the model of `request` is being loaded, or a Triton started.
+    async def _waiting(self, attempts: Attempts) -> AsyncGenerator[None, None]:
+        """Yield about every second while a request waits: for a Triton to start, or its model to be loaded.
+
+        Also while there is no replica where an answer that was begun can be resumed.
 
         Raises:
-            GatewayError: it cannot be loaded, or not in time, or is not to be served.
+            GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
-        clock = asyncio.get_running_loop().time
+        request, clock = attempts.request, asyncio.get_running_loop().time
         until = min(clock() + self._options.upstream_wait_s, request.deadline - LEFT_S)
         while self._is_absent(request.model) and clock() < until:
             await asyncio.sleep(_ARRIVAL_LOOK_S)
@@ -208,22 +208,15 @@ class TritonUpstream:
             async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
                 async for _ in waits:
                     yield
-
-    async def _returning(self, attempts: Attempts) -> AsyncGenerator[None, None]:
-        """Yield now and then while there is no replica where an answer that was begun can be resumed.
-
-        Raises:
-            GatewayError: the deadline passed, or the model was unloaded everywhere.
-        """
         while attempts.started:
-            replicas = self._find(attempts.request.model)
+            replicas = self._find(request.model)
             ready = [each for each in replicas if each.state is ReplicaState.READY and not each.yielding]
             if any(each not in attempts.tried for each in ready):
                 return
             attempts.tried.clear()  # after a pause, those that failed may be asked again
             unloaded = replicas and all(each.state is ReplicaState.UNLOADED for each in replicas)
-            if unloaded or asyncio.get_running_loop().time() >= attempts.request.deadline:
-                raise (attempts.failure or unable(replicas)).to_gateway(attempts.request)
+            if unloaded or clock() >= request.deadline:
+                raise (attempts.failure or unable(replicas)).to_gateway(request)
             await asyncio.sleep(_PAUSE_S)
             yield
 

@@ -41,7 +41,7 @@ async def test_each_address_is_a_replica_and_new_ones_are_taken_in(
 
 
 async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goes_there(
-    tritons: Any, named: Any, resolver: FakeResolver, observer: Any
+    tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
     going, staying = [await tritons() for _ in range(2)]
     release = asyncio.Event()
@@ -82,7 +82,7 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
 
 
 async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was(
-    tritons: Any, named: Any, resolver: FakeResolver, observer: Any
+    tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
     flapping, staying = [await tritons() for _ in range(2)]
     resolver.records["triton"] = both = [flapping.address, staying.address]
