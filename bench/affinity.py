@@ -20,6 +20,7 @@ from gateway.core.request import Conversation, Generation, Message
 from gateway.telemetry.tracing import Trace, current_trace
 from gateway.triton import pool
 from gateway.triton.affinity import prefix_key
+from gateway.triton.options import PoolOptions
 from gateway.triton.replicas import ReplicaState
 
 _SYSTEM = 400
@@ -93,7 +94,7 @@ class Conversations:
 
 
 async def _measure(addresses: Sequence[str], model: str, conversations: int, **options: Any) -> str:
-    upstream = pool.TritonUpstream(upstreams=addresses, models=[model])
+    upstream = pool.TritonUpstream(addresses, PoolOptions(models=[model]))
     await upstream.start()
     try:
         while any(replica.state is not ReplicaState.READY for replica in upstream.replicas()):  # noqa: ASYNC110

@@ -1,7 +1,7 @@
 """Assembles the gateway: each call makes an independent application."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,16 +30,13 @@ from gateway.page.routes import page_router
 from gateway.settings import Settings
 from gateway.settings.follow import KEYS, MODELS, as_applied, follow
 from gateway.settings.values import revealed
-from gateway.telemetry.metrics import EngineLoad, EngineLoads, Metrics, Place, WorkerMetrics
+from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
 from gateway.telemetry.tracing import Tracing
-from gateway.triton.adapters import WithAdapters
-from gateway.triton.backends import Resolve, resolve
 from gateway.triton.dialects import Dialects
-from gateway.triton.faults import warn_of_faults
-from gateway.triton.on_demand import OnDemandPolicy
+from gateway.triton.options import OnDemandPolicy, PoolOptions
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.public import NamesObserver, Plan, PublicModels
-from gateway.triton.replicas import ReplicaState, UpstreamObserver
+from gateway.triton.public import Plan, PublicModels
+from gateway.triton.resolver import Resolve, resolve
 
 _TOKENIZED_AT_ONCE = 8
 """A tokenizer entry handles one request at a time, so more than its next few wait in the gateway."""
@@ -60,9 +57,9 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     public: PublicModels | None = None
     if upstream is None:
-        public = triton_upstream(settings, metrics)
-        metrics.registry.register(EngineLoads(partial(_loads, public)))
-        upstream = WithAdapters(public, public.adapters)
+        warn = settings.warn_of_faults and (place is None or place.number == 0)  # one process for all
+        upstream = public = triton_upstream(settings, metrics, warn_of_faults=warn)
+        metrics.upstreams.look = public.states
     shared = SharedCounters(
         gauges=3 * Admission.GAUGES + 2,
         counters=0,
@@ -168,23 +165,21 @@ def _background(
         yield follow(
             KEYS, settings, gateway.apply_keys, partial(metrics.file_read, metrics.keys_file_reloads), folder
         )
-    if public is not None:
-        if settings.warn_of_faults and (place is None or place.number == 0):
-            yield warn_of_faults(settings.all_upstreams(), settings.tls_of)
-        if settings.models_file is not None:
-            yield follow(
-                MODELS,
-                settings,
-                public.apply,
-                partial(metrics.file_read, metrics.models_file_reloads),
-                folder,
-            )
+    if public is not None and settings.models_file is not None:
+        yield follow(
+            MODELS, settings, public.apply, partial(metrics.file_read, metrics.models_file_reloads), folder
+        )
 
 
 def triton_upstream(
-    settings: Settings, observer: NamesObserver | None = None, resolve: Resolve = resolve
+    settings: Settings,
+    metrics: Metrics | None = None,
+    resolve: Resolve = resolve,
+    *,
+    warn_of_faults: bool = False,
 ) -> PublicModels:
     """Make the upstream for the models and Tritons that `settings` names, which `resolve` looks up."""
+    metrics = metrics or Metrics()
     on_demand = OnDemandPolicy(
         max_loaded=settings.max_loaded_models,
         max_loaded_gib=settings.max_loaded_gib,
@@ -193,32 +188,23 @@ def triton_upstream(
         pinned=settings.pinned_models,
     )
 
-    def pool(plan: Plan, observer: UpstreamObserver | None) -> TritonUpstream:
-        return TritonUpstream(
-            upstreams=plan.upstreams,
+    def pool(plan: Plan, names: Callable[[str], Sequence[str]]) -> TritonUpstream:
+        options = PoolOptions(
             models=plan.entries,
-            idle_timeout_s=settings.idle_timeout_s,
-            load_timeout_s=settings.load_timeout_s,
-            resume=settings.resume,
-            upstream_wait_s=settings.upstream_wait_s,
-            observer=observer,
-            repository_key=revealed(settings.repository_key),
-            resolve_interval_s=settings.resolve_interval_s,
-            resolve=resolve,
+            names=names,
+            metrics=metrics,
             dialects=Dialects(plan.tokenizers, dict(plan.dialects)),
             on_demand=replace(on_demand, gib=dict(plan.gib)) if settings.load_on_demand else None,
+            idle_timeout_s=settings.idle_timeout_s,
+            load_timeout_s=settings.load_timeout_s,
+            upstream_wait_s=settings.upstream_wait_s,
+            resume=settings.resume,
+            repository_key=revealed(settings.repository_key),
+            warn_of_faults=warn_of_faults,
             tls_of=settings.tls_of,
+            resolve=resolve,
+            resolve_interval_s=settings.resolve_interval_s,
         )
+        return TritonUpstream(plan.upstreams, options)
 
-    return PublicModels(settings, pool, observer)
-
-
-def _loads(upstream: PublicModels) -> Iterator[EngineLoad]:
-    for name, replica in upstream.replicas():
-        if replica.state is ReplicaState.READY and replica.report is not None:
-            yield EngineLoad(
-                model=name,
-                upstream=replica.upstream,
-                waiting=replica.report.waiting,
-                kv_usage=replica.report.kv_usage,
-            )
+    return PublicModels(settings, pool)

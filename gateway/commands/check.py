@@ -12,18 +12,12 @@ from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError
 from gateway.settings import Settings
 from gateway.settings.values import revealed
-from gateway.triton.backends import (
-    Name,
-    Resolve,
-    client_tls,
-    name_in,
-    resolve,
-)
 from gateway.triton.client import Client, Tls
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.faults import faults_of
 from gateway.triton.public import PublicModels
 from gateway.triton.replicas import Replica, ReplicaState
+from gateway.triton.resolver import Name, Resolve, client_tls, name_in, resolve
 
 _COUNTED = "Hello, 你好: 3.14 \\n\\n"
 """A text that tokenizers differ in."""

@@ -22,10 +22,10 @@ from gateway.errors import GatewayError
 from gateway.openai.document import Reading, read_object
 from gateway.openai.tokenize import TokenizeRequest
 from gateway.settings import Settings
-from gateway.triton.backends import Resolve, resolve
 from gateway.triton.dialects.model_text import ModelText, ModelTextError
 from gateway.triton.public import PublicModels
 from gateway.triton.replicas import ReplicaState
+from gateway.triton.resolver import Resolve, resolve
 
 _POLL_S = 0.05
 _COLUMNS = ("model", "aliases", "entry", "upstreams", "dialect", "state", "context")

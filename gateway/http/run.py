@@ -283,8 +283,7 @@ class RunningRequest(AsyncIterator[Event]):
         admission = admission or gateway.admission
         record.generates = admission is gateway.admission
         record.resources.callback(self._forget_error)
-        gateway.drain.register(self.end)
-        record.resources.callback(gateway.drain.unregister, self.end)
+        record.resources.enter_context(gateway.drain.registered(self.end))
         deadline = self._loop.call_at(record.deadline, self.end, _too_late())
         record.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))

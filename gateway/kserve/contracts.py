@@ -62,12 +62,6 @@ VERSION: Final = "1"
 
 PLATFORM: Final = "tritongate"
 
-_CONFIG_TYPES: Final = {
-    BYTES: "TYPE_STRING",
-    INT16: "TYPE_INT16",
-    INT64: "TYPE_INT64",
-    FP32: "TYPE_FP32",
-}
 _INTEGERS: Final = {INT16: (16, "h"), INT64: (64, "q")}
 """Of each datatype of inputs that are integers, the number of bits, and `struct`'s name."""
 
@@ -162,9 +156,9 @@ class Tensor:
             InvalidRequestError: the elements do not suit the datatype or the shape.
         """
         if datatype != BYTES and datatype not in _INTEGERS:
-            raise _wrong(f"{path}.datatype", f"only {BYTES}, {' and '.join(_INTEGERS)} are known")
+            raise wrong(f"{path}.datatype", f"only {BYTES}, {' and '.join(_INTEGERS)} are known")
         if len(shape) > MAX_RANK:
-            raise _wrong(f"{path}.shape", f"more than {MAX_RANK} dimensions")
+            raise wrong(f"{path}.shape", f"more than {MAX_RANK} dimensions")
         if isinstance(elements, bytes):
             elements = _unpacked(datatype, shape, elements, f"{path}.{at}")
         read: Callable[[Any, str], Any] = _read_string if datatype == BYTES else partial(_read_int, datatype)
@@ -221,7 +215,7 @@ def config_document(model: str, signature: Signature) -> dict[str, Any]:
     """Return the model's configuration, as Triton writes it."""
     inputs, outputs = (
         [
-            {"name": each.name, "data_type": _CONFIG_TYPES[each.datatype], "dims": list(each.shape)}
+            {"name": each.name, "data_type": _config_type(each), "dims": list(each.shape)}
             | ({"optional": True} if each.optional else {})
             for each in tensors
         ]
@@ -229,6 +223,10 @@ def config_document(model: str, signature: Signature) -> dict[str, Any]:
     )
     head = {"name": model, "platform": PLATFORM, "backend": "", "max_batch_size": signature.max_rows}
     return {**head, "input": inputs, "output": outputs, "model_transaction_policy": {"decoupled": False}}
+
+
+def _config_type(tensor: Declared) -> str:
+    return "TYPE_STRING" if tensor.datatype == BYTES else f"TYPE_{tensor.datatype}"
 
 
 def metadata_document(model: str, signature: Signature) -> dict[str, Any]:
@@ -340,7 +338,7 @@ def checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[st
     known = {tensor.name for tensor in signature.outputs}
     for number, name in enumerate(request.outputs):
         if name not in known:
-            raise _wrong(
+            raise wrong(
                 f"outputs.{number}.name",
                 f"the model has no output {_short(name)}; it has {', '.join(sorted(known))}",
             )
@@ -351,12 +349,12 @@ def checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[st
         expected = declared.get(tensor.name)
         if expected is None:
             message = f"the model has no input {_short(tensor.name)}; it has {', '.join(declared)}"
-            raise _wrong(f"inputs.{number}.name", message)
+            raise wrong(f"inputs.{number}.name", message)
         if tensor.name in given:
-            raise _wrong(f"inputs.{number}.name", f"{tensor.name} is there twice")
+            raise wrong(f"inputs.{number}.name", f"{tensor.name} is there twice")
         if tensor.datatype != expected.datatype:
             message = f"{tensor.name} is {expected.datatype}, not {_short(tensor.datatype)}"
-            raise _wrong(f"inputs.{number}.datatype", message)
+            raise wrong(f"inputs.{number}.datatype", message)
         shape = _shape_of(signature, expected)
         if signature.max_rows and len(tensor.shape) == 1:
             batch_dimension = False
@@ -365,7 +363,7 @@ def checked_inputs(signature: Signature, request: InferRequest) -> tuple[dict[st
             have != want for have, want in zip(tensor.shape, shape, strict=True) if want >= 0
         ):
             message = f"{tensor.name} has the shape {list(tensor.shape)}, and the model takes {shape}"
-            raise _wrong(f"inputs.{number}.shape", message)
+            raise wrong(f"inputs.{number}.shape", message)
         given[tensor.name] = tensor
     missing = [name for name, each in declared.items() if name not in given and not each.optional]
     if missing:
@@ -414,42 +412,43 @@ def _unpacked(datatype: str, shape: Sequence[int], raw: bytes, path: str) -> Seq
         bits, form = _INTEGERS[datatype]
         count, rest = divmod(8 * len(raw), bits)
         if rest:
-            raise _wrong(path, f"{len(raw)} bytes are no elements of {datatype}")
+            raise wrong(path, f"{len(raw)} bytes are no elements of {datatype}")
         return struct.unpack(f"<{count}{form}", raw)
     most = len(raw) if min(shape, default=1) < 0 else min(math.prod(shape), len(raw))
     try:
         return list(itertools.islice(each_string(raw), most + 1))  # a body has room for millions
     except ValueError as error:
-        raise _wrong(path, str(error)) from None
+        raise wrong(path, str(error)) from None
 
 
 def _read_string(value: Any, path: str) -> bytes:
     try:
         return value if isinstance(value, bytes) else str.encode(value)
     except (TypeError, UnicodeEncodeError):
-        raise _wrong(path, f"an element of {BYTES} is a string of Unicode text") from None
+        raise wrong(path, f"an element of {BYTES} is a string of Unicode text") from None
 
 
 def _read_int(datatype: str, value: Any, path: str) -> int:
     end = 2 ** (_INTEGERS[datatype][0] - 1)
     if type(value) is int and -end <= value < end:
         return value
-    raise _wrong(path, f"an element of {datatype} is a whole number from {-end} to {end - 1}")
+    raise wrong(path, f"an element of {datatype} is a whole number from {-end} to {end - 1}")
 
 
 def _complete(shape: Sequence[int], count: int, path: str) -> tuple[int, ...]:
     """Return `shape` with its -1, if there is one, replaced by the size for `count` elements."""
     if list(shape).count(-1) > 1:
-        raise _wrong(path, "only one size may be -1")
+        raise wrong(path, "only one size may be -1")
     known = math.prod(size for size in shape if size != -1)
     if -1 in shape and known > 0 and count % known == 0:
         shape = [count // known if size < 0 else size for size in shape]
     if min(shape, default=0) < 0 or math.prod(shape) != count:
-        raise _wrong(path, f"{list(shape)} does not hold {count} elements")
+        raise wrong(path, f"{list(shape)} does not hold {count} elements")
     return tuple(shape)
 
 
-def _wrong(path: str, message: str) -> InvalidRequestError:
+def wrong(path: str, message: str) -> InvalidRequestError:
+    """Return the error for what is wrong at a place in a request, or with a tensor."""
     return InvalidRequestError(f"{path}: {message}.", param=path)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.core.events import LogitsPart
-from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.errors import UpstreamProtocolError
 from gateway.kserve.contracts import (
     FP32,
     INT64,
@@ -23,6 +23,7 @@ from gateway.kserve.contracts import (
     Signature,
     Tensor,
     checked_inputs,
+    wrong,
 )
 from wire.limits import IDS_LIMIT
 
@@ -73,17 +74,17 @@ def read_prompts(request: InferRequest, vocabulary: int, most_bytes: int) -> Pro
     given, _ = checked_inputs(logits_signature(vocabulary), request)
     ids, mask = given[INPUT_IDS], given[ATTENTION_MASK]
     if ids.shape != mask.shape:
-        raise _wrong(
+        raise wrong(
             ATTENTION_MASK, f"its shape is {list(mask.shape)}, and that of {INPUT_IDS} {list(ids.shape)}"
         )
     rows, positions = ids.shape
     if not (0 < rows <= MAX_ROWS and positions):
-        raise _wrong(
+        raise wrong(
             INPUT_IDS, f"a request has 1 to {MAX_ROWS} rows of at least one id, not {list(ids.shape)}"
         )
     size = rows * positions * vocabulary * _FLOAT_BYTES
     if size > most_bytes:
-        raise _wrong(
+        raise wrong(
             INPUT_IDS,
             f"logits of {rows} x {positions} positions and {vocabulary} ids take {size} bytes, and at most "
             f"{most_bytes} are returned (the setting logits_bytes)",
@@ -93,9 +94,9 @@ def read_prompts(request: InferRequest, vocabulary: int, most_bytes: int) -> Pro
         place = slice(row * positions, (row + 1) * positions)
         begin, end = _ones(mask.values[place], row)
         found = tuple(map(int, ids.values[place][begin:end]))
-        for wrong in (min(found), max(found)):
-            if not 0 <= wrong < vocabulary:
-                raise _wrong(INPUT_IDS, f"row {row} has the id {wrong}, and the model has {vocabulary} ids")
+        for each in (min(found), max(found)):
+            if not 0 <= each < vocabulary:
+                raise wrong(INPUT_IDS, f"row {row} has the id {each}, and the model has {vocabulary} ids")
         prompts.append(found)
         begins.append(begin)
     return Prompts(prompts, begins, positions, vocabulary)
@@ -105,12 +106,12 @@ def _ones(row: Sequence[object], number: int) -> tuple[int, int]:
     """Return where the ones of a mask begin and end."""
     ones = row.count(1)
     if ones + row.count(0) < len(row):
-        raise _wrong(ATTENTION_MASK, f"row {number} has something else than 0 and 1")
+        raise wrong(ATTENTION_MASK, f"row {number} has something else than 0 and 1")
     if not ones:
-        raise _wrong(ATTENTION_MASK, f"row {number} has no 1: it is all padding")
+        raise wrong(ATTENTION_MASK, f"row {number} has no 1: it is all padding")
     begin = row.index(1)
     if row[begin : begin + ones].count(1) < ones:
-        raise _wrong(ATTENTION_MASK, f"row {number} has a 0 between ones: padding is on one or both sides")
+        raise wrong(ATTENTION_MASK, f"row {number} has a 0 between ones: padding is on one or both sides")
     return begin, begin + ones
 
 
@@ -165,13 +166,13 @@ def read_texts(request: InferRequest) -> list[str]:
         value for value in checked_inputs(TOKENIZER, request)[0][TEXT].values if isinstance(value, bytes)
     ]
     if not 0 < len(values) <= MAX_ROWS:
-        raise _wrong(TEXT, f"a request has 1 to {MAX_ROWS} texts, not {len(values)}")
+        raise wrong(TEXT, f"a request has 1 to {MAX_ROWS} texts, not {len(values)}")
     texts = []
     for number, value in enumerate(values):
         try:
             texts.append(value.decode())
         except UnicodeDecodeError as error:
-            raise _wrong(TEXT, f"element {number} is not UTF-8: {error}") from None
+            raise wrong(TEXT, f"element {number} is not UTF-8: {error}") from None
     return texts
 
 
@@ -185,7 +186,7 @@ def padded(request: InferRequest, rows: Sequence[Sequence[int]], pad: int) -> li
     """
     longest = max(map(len, rows))
     if longest * len(rows) > IDS_LIMIT:
-        raise _wrong(
+        raise wrong(
             TEXT,
             f"padded, its {len(rows)} texts come to {longest * len(rows)} ids, and at most {IDS_LIMIT} may",
         )
@@ -197,7 +198,3 @@ def padded(request: InferRequest, rows: Sequence[Sequence[int]], pad: int) -> li
         Tensor(name, INT64, (len(rows), longest), values[name])
         for name in dict.fromkeys(request.outputs) or values
     ]
-
-
-def _wrong(name: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}: {message}.", param=name)

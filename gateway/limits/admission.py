@@ -277,8 +277,9 @@ class Drain:
         if not self._active:
             self._idle.set()
 
-    def register(self, end: Callable[[GatewayError], None]) -> None:
-        """Register `end` to be called when the grace period is over.
+    @contextmanager
+    def registered(self, end: Callable[[GatewayError], None]) -> Iterator[None]:
+        """Have `end` called when the grace period is over, if that is during the block.
 
         Raises:
             UnavailableError: it is over already.
@@ -286,19 +287,10 @@ class Drain:
         if self.phase is Phase.ENDED:
             raise shutting_down()
         self._endings.add(end)
-
-    def unregister(self, end: Callable[[GatewayError], None]) -> None:
-        """Forget `end`."""
-        self._endings.discard(end)
-
-    @contextmanager
-    def registered(self, end: Callable[[GatewayError], None]) -> Iterator[None]:
-        """Register `end` for a block."""
-        self.register(end)
         try:
             yield
         finally:
-            self.unregister(end)
+            self._endings.discard(end)
 
     def begin(self) -> None:
         """Refuse new requests from now on."""

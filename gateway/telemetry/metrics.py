@@ -120,37 +120,44 @@ class TokenMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """How busy the engine of one model on one Triton is, by its latest probe; None: it does not tell."""
+class UpstreamState:
+    """One model on one Triton as it is now; `waiting` and `kv_usage` by its latest probe, None: unknown."""
 
     model: str
     upstream: str
-    waiting: int | None
-    kv_usage: float | None
+    healthy: bool
+    waiting: int | None = None
+    kv_usage: float | None = None
 
 
-class EngineLoads(Collector):
-    """Reports how busy engines are, as `loads` tells it when somebody asks."""
+class UpstreamStates(Collector):
+    """Reports what `look` tells when somebody asks: nothing is left of a Triton that has gone."""
 
-    def __init__(self, loads: Callable[[], Iterable[EngineLoad]]) -> None:
-        self._loads = loads
+    LABELS = ("model", "upstream")
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.look: Callable[[], Iterable[UpstreamState]] = tuple
+        registry.register(self)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Return a series for each engine that tells."""
-        labels = ("model", "upstream")
-        waiting = GaugeMetricFamily(
-            _PREFIX + "upstream_requests_waiting",
-            "Requests on the engine's waiting list, those of other gateways among them.",
-            labels=labels,
-        )
-        kv_usage = GaugeMetricFamily(
-            _PREFIX + "upstream_kv_usage_ratio", "Share of the engine's KV blocks in use.", labels=labels
-        )
-        for load in self._loads():
-            for family, value in ((waiting, load.waiting), (kv_usage, load.kv_usage)):
+        """Return a series for each model on each Triton, of what is known of it."""
+        families = [
+            GaugeMetricFamily(_PREFIX + "upstream_" + name, text, labels=self.LABELS)
+            for name, text in (
+                ("healthy", "1 when the model on that Triton takes requests."),
+                (
+                    "requests_waiting",
+                    "Requests on the engine's waiting list, those of other gateways among them.",
+                ),
+                ("kv_usage_ratio", "Share of the engine's KV blocks in use."),
+            )
+        ]
+        for state in self.look():
+            values = (state.healthy, state.waiting, state.kv_usage)
+            for family, value in zip(families, values, strict=True):
                 if value is not None:
-                    family.add_metric((load.model, load.upstream), value)
-        return [waiting, kv_usage]
+                    family.add_metric((state.model, state.upstream), float(value))
+        return families
 
 
 class Metrics:
@@ -253,9 +260,7 @@ class Metrics:
             "code",
         )
         self.resumes = counter("resumed", "Answers that went on at another or a restarted Triton.", "model")
-        self.upstream_healthy = gauge(
-            "upstream_healthy", "1 when the model on that Triton takes requests.", "model", "upstream"
-        )
+        self.upstreams = UpstreamStates(registry)
         self.upstream_lookups = counter(
             "upstream_lookups",
             "Looks at the addresses of an upstream given as a name, by outcome: found, none, or failed.",
@@ -303,18 +308,6 @@ class Metrics:
             self.key_tokens.labels(key, model, "prompt").inc(prompt)
             self.key_tokens.labels(key, model, "generated").inc(generated)
 
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """Count a generation that failed on `upstream`."""
-        self.upstream_errors.labels(model, upstream, code).inc()
-
-    def resumed(self, model: str) -> None:
-        """Count an answer that was resumed."""
-        self.resumes.labels(model).inc()
-
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """Note whether `model` on `upstream` takes requests."""
-        self.upstream_healthy.labels(model, upstream).set(healthy)
-
     def upstream_lookup(self, upstream: str, outcome: str) -> None:
         """Count a lookup of the name `upstream`."""
         for each in ("found", "none", "failed"):
@@ -327,27 +320,17 @@ class Metrics:
         if not failed:
             self.model_load_duration.labels(model).observe(seconds)
 
-    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
-        """Count an unload."""
-        self.model_unloads.labels(model, upstream, reason).inc()
-
     def file_read(self, reloads: Counter, outcome: str) -> None:
         """Count a change of a file: `applied` or `refused`."""
         for each in ("applied", "refused"):  # all series at once, as above
             reloads.labels(each).inc(each == outcome)
 
-    def model_left(self, model: str) -> None:
-        """Remove the health of `model`."""
-        _remove(self.upstream_healthy, "model", model)
-
-    def upstream_left(self, upstream: str) -> None:
-        """Remove the health of `upstream`."""
-        _remove(self.upstream_healthy, "upstream", upstream)
-
     def upstream_forgotten(self, upstream: str) -> None:
         """Remove all series of `upstream`: in a cluster every start of a Triton has another address."""
         for metric in (self.upstream_errors, self.model_loads, self.model_unloads):
-            _remove(metric, "upstream", upstream)
+            (family,) = metric.collect()
+            for labels in [each.labels for each in family.samples if each.labels["upstream"] == upstream]:
+                metric.remove(*labels.values())
 
     def render(self) -> bytes:
         """Return the exposition in the text format that `CONTENT_TYPE` names."""
@@ -358,14 +341,6 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(_Listed([*families, *(vllm_families(families) if self._vllm_names else ())]))
         return generate_latest(registry)
-
-
-def _remove(metric: Counter | Gauge, label: str, value: str) -> None:
-    """Remove the series with this value of a label from one metric."""
-    (family,) = metric.collect()
-    series = [sample.labels for sample in family.samples if sample.labels[label] == value]
-    for labels in series:
-        metric.remove(*labels.values())
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

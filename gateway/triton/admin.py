@@ -27,7 +27,8 @@ from gateway.errors import (
 from gateway.triton.backends import Backend, Backends
 from gateway.triton.client import Client, EntryState
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
-from gateway.triton.replicas import Replica, ReplicaState, UpstreamObserver, unable
+from gateway.triton.options import PoolOptions
+from gateway.triton.replicas import Replica, ReplicaState, unable
 
 _log = logging.getLogger(__name__)
 
@@ -61,16 +62,14 @@ class ModelControl:
 
     Args:
         backends: the Tritons.
-        timeout_s: for loading a model, and for the requests in flight to end before it is unloaded.
-        observer: told of loads and unloads.
+        options: the pool's.
     """
 
-    def __init__(
-        self, backends: Backends, *, timeout_s: float, observer: UpstreamObserver | None = None
-    ) -> None:
+    def __init__(self, backends: Backends, options: PoolOptions) -> None:
         self._backends = backends
-        self._timeout_s = timeout_s
-        self._observer = observer
+        self._timeout_s = options.load_timeout_s
+        self._metrics = options.metrics
+        self._names = options.names
         self._changing: set[str] = set()
 
     async def load(self, model: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
@@ -168,8 +167,8 @@ class ModelControl:
         return _changed("unloaded", model, backend, changed=changed)
 
     def _unloaded(self, model: str, backend: Backend, reason: UnloadReason) -> None:
-        if self._observer is not None:
-            self._observer.model_unloaded(model, backend.address, reason)
+        for name in self._names(model):
+            self._metrics.model_unloads.labels(name, backend.address, reason).inc()
 
     async def _load_entry(self, model: str, backend: Backend) -> bool:
         """Load the model unless it is loaded; return whether it had to be."""
@@ -186,8 +185,8 @@ class ModelControl:
         except TritonError as error:
             raise self._not_loaded(model, error) from error
         finally:
-            if self._observer is not None:
-                self._observer.model_loaded(model, backend.address, clock() - began, failed=failed)
+            for name in self._names(model):
+                self._metrics.model_loaded(name, backend.address, clock() - began, failed=failed)
         return True
 
     async def _unload_entry(self, model: str, client: Client, patience_s: float) -> bool:

@@ -12,9 +12,9 @@ Knows prompts and how much runs where, nothing of tensors, health or addresses' 
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol, TypeVar
 
 from gateway.core.request import Conversation, PlainText, Prompt, TokenIds
+from gateway.triton.replicas import Replica
 
 LOAD_FACTOR = 1.25
 """How many times its even share of the running requests a replica may have (`bench/LOG.md`, 2026-11-23)."""
@@ -26,23 +26,6 @@ _CHARACTERS = 4096
 _MESSAGES = 16
 _IDS_PER_CHARACTER = 4
 """Token ids are packed into this many bytes, and a token is about as many characters."""
-
-
-class Loaded(Protocol):
-    """A place that requests run on."""
-
-    @property
-    def upstream(self) -> str:
-        """Its address."""
-        ...
-
-    @property
-    def outstanding(self) -> int:
-        """How many requests run on it."""
-        ...
-
-
-Place = TypeVar("Place", bound=Loaded)
 
 
 def prefix_key(model: str, prompt: Prompt) -> bytes | None:
@@ -86,18 +69,18 @@ def _digest(parts: Sequence[str]) -> bytes:
     return digest.digest()
 
 
-def nearest(places: Sequence[Place], key: bytes) -> Place:
-    """Return the place for a conversation: its first one that has less than its share of what runs.
+def nearest(replicas: Sequence[Replica], key: bytes) -> Replica:
+    """Return the replica for a conversation: its first one that has less than its share of what runs.
 
     Args:
-        places: at least one, all able to take the request.
+        replicas: at least one, all able to take the request.
         key: made by `prefix_key`.
     """
-    share = (sum(place.outstanding for place in places) + 1) / len(places)
-    # Rounded down, since of few requests one more is much of a share; but there must be a place for all.
+    share = (sum(replica.outstanding for replica in replicas) + 1) / len(replicas)
+    # Rounded down, since of few requests one more is much of a share; but there must be room for all.
     limit = max(math.ceil(share), math.floor(LOAD_FACTOR * share))
-    order = sorted(places, key=lambda place: rank(key, place.upstream))
-    return next(place for place in order if place.outstanding < limit)
+    order = sorted(replicas, key=lambda replica: rank(key, replica.upstream))
+    return next(replica for replica in order if replica.outstanding < limit)
 
 
 def rank(key: bytes, address: str) -> bytes:

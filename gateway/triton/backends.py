@@ -6,49 +6,33 @@ A backend is one address of a Triton, with one client and the models on it, howe
        ▲                                  │
        └────────────found again───────────┘
 
-Only present backends get new requests. Names are looked up again and again by the system's resolver, so that
-search domains, `/etc/hosts` and caches work as for any other program. If the configuration names no models,
-each backend's repository is read periodically: what is loaded and has the inputs of a known contract is
-served. Knows nothing of requests.
+Only present backends get new requests. Names are looked up again and again. If the configuration names no
+models, each backend's repository is read periodically: what is loaded and has the inputs of a known contract
+is served. Knows nothing of requests.
 """
 
 import asyncio
-import contextlib
 import enum
 import logging
-import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
 
 from gateway.errors import UpstreamProtocolError
-from gateway.settings.certificates import TlsFiles
 from gateway.triton.client import Backoff, Client, EntryState, Tls
-from gateway.triton.dialects import Dialects
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver
+from gateway.triton.faults import warn_of_faults
+from gateway.triton.options import PoolOptions
+from gateway.triton.replicas import Replica, ReplicaState
+from gateway.triton.resolver import Name, client_tls, name_in
 
 _log = logging.getLogger(__name__)
 
-_SCHEME = "dns:///"
-"""gRPC's spelling of a target that is resolved; `gateway.settings` turns the shorter one into this."""
-
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses, `ip:port`, of a host and a port; there may be none.
-
-Raises:
-    OSError: the lookup failed.
-"""
-
+_POLL_S = 0.05
 _FORGET_AFTER_S = 60.0
 """How long a backend's error counters outlive it, so that Prometheus reads the last errors."""
 
 _NO_FAULT_OF_ENTRY = {Fault.UNREACHABLE, Fault.DEADLINE, Fault.CLOSED}
 """Failures to read an entry's inputs that are the server's."""
-
-_HAS_NONE = {socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY}
-"""Errors that are an answer: no such name, or no address that this machine could reach."""
 
 
 class Outcome(enum.StrEnum):
@@ -61,106 +45,14 @@ class Outcome(enum.StrEnum):
     """No answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """A host with a Triton at `port` of each of its addresses; `upstream` is its original spelling."""
-
-    upstream: str
-    host: str
-    port: int
-
-
-def name_in(upstream: str) -> Name | None:
-    """Return the name in `upstream`; None: it is the address of one Triton."""
-    if not upstream.startswith(_SCHEME):
-        return None
-    host, _, port = upstream.removeprefix(_SCHEME).rpartition(":")
-    return Name(upstream, host.strip("[]"), int(port))
-
-
-async def resolve(host: str, port: int) -> list[str]:
-    """Ask the system's resolver on a thread: see `Resolve`.
-
-    An address of a family (IPv4, IPv6) that this machine has no address of is left out.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[list[str]] = loop.create_future()
-
-    def finish(found: list[str] | OSError) -> None:
-        if answer.done():
-            return  # nobody waits any more
-        if isinstance(found, OSError):
-            answer.set_exception(found)
-        else:
-            answer.set_result(found)
-
-    def look_up() -> None:
-        found: list[str] | OSError
-        try:
-            found = _look_up(host, port)
-        except OSError as error:
-            found = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(finish, found)
-
-    # Not `loop.getaddrinfo`: the process could not end before its answer, half a minute if the DNS servers
-    # do not respond. Nothing waits for this daemon thread.
-    threading.Thread(target=look_up, name=f"resolve {host}", daemon=True).start()
-    return await answer
-
-
-def _look_up(host: str, port: int) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-    except socket.gaierror as error:
-        if error.errno in _HAS_NONE:
-            return []
-        raise
-    except UnicodeError as error:
-        raise OSError(f"{host!r} is no name of the DNS: {error}") from None
-    hosts = (str(address[0]) for *_, address in found)
-    return list(dict.fromkeys(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts))
-
-
-TlsOf = Callable[[str], TlsFiles | None]
-"""Returns how to speak TLS to one of the configured upstreams; None: without."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendOptions:
-    """What all backends have in common."""
-
-    models: Sequence[str]
-    """Ids of the models to serve; empty: every entry of a known contract that they have."""
-    policy: HealthPolicy
-    idle_timeout_s: float
-    """For the delta channels."""
-    repository_key: str | None
-    """As for `Client`."""
-    observer: UpstreamObserver | None
-    load_on_demand: bool = False
-    """Models that are not loaded are served too: a request loads them."""
-    dialects: Dialects = field(default_factory=Dialects)
-    tls_of: TlsOf = lambda _upstream: None
-
-
-def client_tls(upstream: str, tls_of: TlsOf) -> Tls | None:
-    """Return how to speak TLS to a Triton at an address that `upstream` is, or leads to.
-
-    Whoever answers at an address that came from the DNS must have a certificate for the name.
-    """
-    files, name = tls_of(upstream), name_in(upstream)
-    return None if files is None else Tls(files, None if name is None else name.host)
-
-
 class Backend:
     """One Triton: its client, the replicas of its models, and the tasks that watch them."""
 
-    def __init__(self, address: str, options: BackendOptions, tls: Tls | None = None) -> None:
+    def __init__(self, address: str, options: PoolOptions, tls: Tls | None = None) -> None:
         self.client = Client(
             address,
             repository_key=options.repository_key,
-            timeout_s=options.policy.probe_timeout_s,
+            timeout_s=options.health.probe_timeout_s,
             tls=tls,
         )
         self.replicas: dict[str, Replica] = {}
@@ -172,6 +64,8 @@ class Backend:
         self._options = options
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: tuple[Fault, str] | None = None
+        if options.warn_of_faults:
+            self._spawn(warn_of_faults(self.client), f"look for faults of {address}")
         for model in options.models:
             self.add(model)
         if not options.models:
@@ -197,38 +91,15 @@ class Backend:
             raise TritonError(*self._closed)
         replica = self.replicas.get(model)
         if replica is None:
-            options = self._options
-            replica = Replica(
-                model,
-                self.client,
-                options.policy,
-                idle_timeout_s=options.idle_timeout_s,
-                dialects=options.dialects,
-                on_demand=options.load_on_demand,
-            )
-            replica.observe(None if self.leaving else options.observer)
-            self.replicas[model] = replica
+            replica = self.replicas[model] = Replica(model, self.client, self._options)
             self._spawn(replica.watch(), f"watch {model} on {self.address}")
         return replica
 
-    def leave(self, done: asyncio.Task[None]) -> None:
-        """Take no new requests, and report no health; `done` waits for those that run."""
-        self.leaving = done
-        for replica in self.replicas.values():
-            replica.observe(None)
-
     def come_back(self) -> None:
-        """Take requests again, and report its health."""
+        """Take new requests again."""
         if self.leaving is not None:
             self.leaving.cancel()
             self.leaving = None
-        for replica in self.replicas.values():
-            replica.observe(self._options.observer)
-
-    async def idle(self) -> None:
-        """Wait until no request runs on it."""
-        while busy := [replica for replica in self.replicas.values() if replica.outstanding]:
-            await busy[0].idle()
 
     async def close(self, fault: Fault, detail: str) -> None:
         """Stop watching, and end its running requests with `fault`."""
@@ -245,7 +116,7 @@ class Backend:
 
     async def _discover(self) -> None:
         """Look for models for ever, with growing pauses while the Triton does not answer."""
-        policy = self._options.policy
+        policy = self._options.health
         backoff = Backoff(policy.backoff_first_s, policy.backoff_limit_s)
         rejected: set[str] = set()
         reachable = True
@@ -278,7 +149,7 @@ class Backend:
         """Add the models that are loaded; `rejected` are those that were logged as of another contract."""
         states = await self.client.repository()
         loaded = {entry for entry, state in states.items() if state is EntryState.READY}
-        if self._options.load_on_demand:
+        if self._options.on_demand is not None:
             for entry in sorted(states.keys() - loaded - self.replicas.keys() - rejected):
                 self.add(entry)  # its contract is not known before it is loaded
         # An entry that was unloaded may come back with another contract.
@@ -300,19 +171,13 @@ class Backends:
 
     Args:
         upstreams: addresses `host:port`, and names `dns:///host:port`.
-        options: for each backend.
-        interval_s: seconds between two lookups of a name while one of its Tritons serves.
-        resolve: looks up a name.
+        options: the pool's.
     """
 
-    def __init__(
-        self, upstreams: Sequence[str], options: BackendOptions, *, interval_s: float, resolve: Resolve
-    ) -> None:
+    def __init__(self, upstreams: Sequence[str], options: PoolOptions) -> None:
         self._fixed = [upstream for upstream in upstreams if name_in(upstream) is None]
         self._names = [name for name in map(name_in, dict.fromkeys(upstreams)) if name is not None]
         self._options = options
-        self._interval_s = interval_s
-        self._resolve = resolve
         self._led_to: dict[Name, Sequence[str]] = {}
         """The last known addresses of each name."""
         self._backends: dict[str, Backend] = {}
@@ -360,16 +225,16 @@ class Backends:
 
     async def _watch(self, name: Name) -> None:
         """Look `name` up for ever: at an interval, with growing pauses while none of its Tritons serves."""
-        policy, clock = self._options.policy, asyncio.get_running_loop().time
+        policy, clock = self._options.health, asyncio.get_running_loop().time
         backoff = Backoff(policy.backoff_first_s, policy.backoff_limit_s)
         outcome = Outcome.FOUND
         while True:
             outcome = await self._look_up(name, outcome)
             if not self._serves(name):
-                await asyncio.sleep(min(backoff.next(), self._interval_s))
+                await asyncio.sleep(min(backoff.next(), self._options.resolve_interval_s))
                 continue
             backoff.reset()
-            again = clock() + self._interval_s
+            again = clock() + self._options.resolve_interval_s
             # A lookup is due at once when the last of its Tritons fails.
             while self._serves(name) and (left_s := again - clock()) > 0:  # noqa: ASYNC110 - they have no event
                 await asyncio.sleep(min(left_s, policy.backoff_first_s))
@@ -379,7 +244,7 @@ class Backends:
         addresses: Sequence[str] = ()
         detail = ""
         try:
-            addresses = await self._resolve(name.host, name.port)
+            addresses = await self._options.resolve(name.host, name.port)
         except OSError as error:
             outcome, detail = Outcome.FAILED, error.strerror or str(error)
         except Exception as error:  # noqa: BLE001 - nobody awaits this task, and without it the name is frozen
@@ -390,8 +255,7 @@ class Backends:
             level = logging.INFO if outcome is Outcome.FOUND else logging.WARNING
             extra = {"upstream": name.upstream, "detail": detail}
             _log.log(level, "addresses of a name: %s", outcome.value, extra=extra)
-        if self._options.observer is not None:
-            self._options.observer.upstream_lookup(name.upstream, outcome)
+        self._options.metrics.upstream_lookup(name.upstream, outcome)
         if outcome is Outcome.NONE:
             # The resolver may have lost its data: a backend that serves exists, whatever the resolver says.
             addresses = [address for address in self._led_to.get(name, ()) if self._is_ready(address)]
@@ -431,21 +295,20 @@ class Backends:
         task = asyncio.create_task(self._see_off(backend), name=f"see off {backend.address}")
         self._departures.add(task)
         task.add_done_callback(self._departures.discard)
-        backend.leave(task)
-        if self._options.observer is not None:
-            self._options.observer.upstream_left(backend.address)
+        backend.leaving = task
         self._log(backend.address, "left")
 
     async def _see_off(self, backend: Backend) -> None:
-        await backend.idle()
+        while any(each.outstanding for each in backend.replicas.values()):  # noqa: ASYNC110 - nobody waits
+            await asyncio.sleep(_POLL_S)
         # From here on it cannot come back: the same address would be a new backend.
         del self._backends[backend.address]
         await backend.close(Fault.UNREACHABLE, "no name leads to this address any more")
         asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._forget, backend.address)
 
     def _forget(self, address: str) -> None:
-        if address not in self._backends and self._options.observer is not None:
-            self._options.observer.upstream_forgotten(address)
+        if address not in self._backends:
+            self._options.metrics.upstream_forgotten(address)
 
     def _log(self, address: str, what: str) -> None:
         if address not in self._fixed:

@@ -22,7 +22,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
-from gateway.triton.client import Backoff, Client, Metadata, remaining_s
+from gateway.telemetry.tracing import Headers
+from gateway.triton.client import Backoff, Client, remaining_s
 from gateway.triton.dialects.base import (
     AnswerDelta,
     ChannelDecoder,
@@ -135,7 +136,7 @@ class DeltaChannel:
         channels: Channels,
         generation: Generation,
         report: ModelReport,
-        headers: Metadata,
+        headers: Headers,
         *,
         decoder: ChannelDecoder | None = None,
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
@@ -196,7 +197,7 @@ class DeltaChannel:
             self._lost(error)
 
     async def _read_own_stream(
-        self, request: Request, deadline: float, headers: Metadata, buffer: "DeltaBuffer"
+        self, request: Request, deadline: float, headers: Headers, buffer: "DeltaBuffer"
     ) -> None:
         """Put the responses of the request's own stream, and its end, into `buffer`."""
         # No idle timeout here: the channel's reader sees the deltas too, and decides whether the model is

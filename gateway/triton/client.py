@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.settings.certificates import TlsFiles
 from gateway.settings.files import identity
+from gateway.telemetry.tracing import Headers
 from gateway.triton.errors import Fault, TritonError, classify
 
 MESSAGE_LIMIT_BYTES = 64 * 2**20
@@ -57,9 +58,6 @@ _UNLOADED = "unloaded"
 
 FINAL = "triton_final_response"
 WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
-
-Metadata = Sequence[tuple[str, str]]
-"""Headers of a call: lower-case names, printable ASCII values."""
 
 
 class Backoff:
@@ -256,7 +254,7 @@ class Client:
         *,
         deadline: float,
         idle_timeout_s: float,
-        headers: Metadata = (),
+        headers: Headers = (),
     ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
@@ -300,6 +298,14 @@ class Client:
             # the HTTP/2 "rapid reset" attack. The answer is complete, so a failure no longer matters.
             with contextlib.suppress(TritonError):
                 await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
+
+    async def infer(
+        self, request: service_pb2.ModelInferRequest, *, deadline: float, headers: Headers = ()
+    ) -> list[service_pb2.ModelInferResponse]:
+        """Return all that `stream_infer` yields, where nothing is heard of a request before its answer."""
+        responses = self.stream_infer(request, deadline=deadline, idle_timeout_s=math.inf, headers=headers)
+        async with contextlib.aclosing(responses):
+            return [response async for response in responses]
 
     def _check_open(self) -> None:
         if self._closed is not None:

@@ -51,6 +51,8 @@ class Treatment:
     """The same replica may be asked again."""
     own_words: bool = False
     """It is about the request itself: the refusal's own message is of use to the client, and no other is."""
+    param: str | None = None
+    """The parameter that it is about, whatever the request says."""
     upstream_at_fault: bool = True
     """False: the client or the gateway itself caused it, and it is not counted."""
 
@@ -83,12 +85,14 @@ class Fault(enum.Enum):
         "other_task",
         InvalidRequestError,
         "The model does not do this: some models embed, others write text.",
+        param="model",
         upstream_at_fault=False,
     )
     NO_ADAPTER = Treatment(
         "no_adapter",
         InvalidRequestError,
         "The model's backend does not have this adapter.",
+        param="model",
         upstream_at_fault=False,
     )
     QUEUE_FULL = Treatment(
@@ -237,7 +241,7 @@ class TritonError(Exception):
     def to_gateway(self, request: Generation | Tokenization | Embedding | None = None) -> GatewayError:
         """Return the error for the client; `request` says which of its fields was refused."""
         treatment = self.fault.value
-        param = "model" if self.fault in (Fault.OTHER_TASK, Fault.NO_ADAPTER) else None
+        param = treatment.param
         if isinstance(request, Generation) and self.fault is Fault.INVALID_GRAMMAR:
             part = part_at_fault(self.message)
             about_text = part is not None and part.tool is None

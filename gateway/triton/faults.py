@@ -2,15 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Final
 
-from gateway.triton.backends import TlsOf, client_tls, name_in, resolve
-from gateway.triton.client import Client, Tls
+from gateway.triton.client import Client
 from gateway.triton.errors import Fault, TritonError
 
 _RETRY_S = 5.0
-_NOT_THERE = (Fault.UNREACHABLE, Fault.SILENT)
+_NOT_THERE = (Fault.UNREACHABLE, Fault.DEADLINE)
 
 FAULTS: Final = (
     ((2, 59, 1), "an HTTP body of some MB ends the server (CVE-2025-23310, 23311)"),
@@ -48,35 +46,16 @@ async def faults_of(client: Client) -> str | None:
     return None if version is None else published_faults(version)
 
 
-async def warn_of_faults(upstreams: Sequence[str], tls_of: TlsOf = lambda _upstream: None) -> None:
-    """Log a warning for each of the Tritons with published faults, once they are reached."""
-    async with asyncio.TaskGroup() as group:
-        for upstream in upstreams:
-            group.create_task(_warn_of(upstream, client_tls(upstream, tls_of)))
-
-
-async def _warn_of(upstream: str, tls: Tls | None) -> None:
-    name = name_in(upstream)
+async def warn_of_faults(client: Client) -> None:
+    """Log a warning if the server behind `client` has published faults, once it is reached."""
     while True:
         try:
-            addresses = [upstream] if name is None else await resolve(name.host, name.port)
-            for address in addresses:
-                if found := await _look_at(address, tls):
-                    _log.warning(found, extra={"upstream": address})
-                    return
-            if addresses:
-                return
-        except OSError:
-            pass  # of the lookup
+            found = await faults_of(client)
         except TritonError as error:
             if error.fault not in _NOT_THERE:
                 return
+        else:
+            if found is not None:
+                _log.warning(found, extra={"upstream": client.address})
+            return
         await asyncio.sleep(_RETRY_S)
-
-
-async def _look_at(address: str, tls: Tls | None) -> str | None:
-    client = Client(address, tls=tls)
-    try:
-        return await faults_of(client)
-    finally:
-        await client.close()

@@ -36,6 +36,7 @@ from gateway.triton.affinity import rank
 from gateway.triton.backends import Backend, Backends
 from gateway.triton.client import EntryState
 from gateway.triton.errors import TritonError
+from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState, unable
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _LOOK_EVERY_S = 1.0
 _LOOK_EVERY_WHILE_WAITING_S = 0.2
-_LEFT_S = 0.5
+LEFT_S = 0.5
 """What must be left of a request's time: an answer that says why comes before one that only says too late."""
 _ANSWERS_WITHIN_S = 15.0
 """From when Triton calls a model ready to its first answered probe."""
@@ -53,30 +54,6 @@ _SEEN_EVERY_S = 0.02
 _TAKEN_AWAY = {EntryState.UNLOADING, EntryState.UNLOADED}
 _CLAIM_S = (0.05, 0.3)
 """Room that somebody else made must be seen for so long, drawn anew each time: they take it at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnDemandPolicy:
-    """How many models are loaded, and for how long."""
-
-    max_loaded: int | None = None
-    """On each Triton; None: as many as there are."""
-    max_loaded_gib: float | None = None
-    """What those on each Triton may take together; None: any amount."""
-    gib: Mapping[str, float] = field(default_factory=dict)
-    """What each model takes, as far as that is known."""
-    min_loaded_s: float = 10.0
-    """How long a model stays at least, unless its Triton has too many."""
-    unload_idle_s: float | None = None
-    """A model without requests for so long is unloaded; None: none is."""
-    pinned: Collection[str] = ()
-    """Models that are never unloaded."""
-
-    def allows(self, models: Collection[str]) -> bool:
-        """Whether a Triton may have these loaded at once."""
-        few = self.max_loaded is None or len(models) <= self.max_loaded
-        taken = math.fsum(self.gib.get(model, 0.0) for model in models)
-        return few and (self.max_loaded_gib is None or taken <= self.max_loaded_gib)
 
 
 class _Wish:
@@ -168,7 +145,7 @@ class OnDemand:
             wish.waiting += 1
             try:
                 while not wish.over.is_set():
-                    left_s = deadline - _LEFT_S - clock()
+                    left_s = deadline - LEFT_S - clock()
                     if left_s <= 0:
                         raise self._too_late(model, wish)
                     with contextlib.suppress(TimeoutError):

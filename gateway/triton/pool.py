@@ -8,8 +8,8 @@ has. Each attempt is a call in the trace of the HTTP request. Knows nothing of H
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
 
 from msgspec import structs
 from opentelemetry.trace import Span
@@ -21,18 +21,15 @@ from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.telemetry.tracing import Headers
 from gateway.triton.admin import ModelControl
 from gateway.triton.attempts import Attempts
-from gateway.triton.backends import BackendOptions, Backends, Resolve, TlsOf, resolve
-from gateway.triton.client import Client, Metadata, remaining_s
-from gateway.triton.dialects import Dialects
-from gateway.triton.dialects.base import (
-    AnswerDecoder,
-    Dialect,
-    ModelReport,
-    Tokenizer,
-)
+from gateway.triton.backends import Backends
+from gateway.triton.client import Client, remaining_s
+from gateway.triton.dialects.base import AnswerDecoder, Dialect, ModelReport
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.on_demand import OnDemand, OnDemandPolicy
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, UpstreamObserver, unable
+from gateway.triton.on_demand import LEFT_S, OnDemand
+from gateway.triton.options import PoolOptions
+from gateway.triton.replicas import Replica, ReplicaState, unable
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +37,8 @@ _LOGGED_LIMIT = 2000
 """How many characters of an upstream's error text are logged."""
 _SILENCE_S = 120.0
 """How long a model without heartbeats may say nothing of a request, which may wait or be in prefill."""
+_ATTEMPTS_LIMIT = 3
+"""How many replicas one request may try, until one has accepted it."""
 _RESUMES_LIMIT = 3
 """How often one answer is resumed: a request that its servers die of must not take down many."""
 _PAUSE_S = 0.25
@@ -48,8 +47,6 @@ _UNLOADED = {Fault.NOT_READY, Fault.UNLOADED}
 """Faults of a request whose model was unloaded meanwhile."""
 _DOWN = {ReplicaState.UNREACHABLE, ReplicaState.STUCK}
 _ARRIVAL_LOOK_S = 0.25
-_LEFT_S = 0.5
-"""What must be left of a request's time: an answer that says why comes before one that only says too late."""
 
 
 class TritonUpstream:
@@ -58,61 +55,18 @@ class TritonUpstream:
     Args:
         upstreams: gRPC addresses `host:port`, and names `dns:///host:port`, which stand for a Triton at each
             address that the host currently has.
-        models: ids of the models to serve; empty: every entry of a known contract that the Tritons have. A
-            model once seen stays listed while its Tritons are down.
-        idle_timeout_s: seconds without any response after which a request gives up its replica.
-        load_timeout_s: longest load of an entry, and longest wait for requests that delay an unload.
-        upstream_wait_s: how long a request waits while no Triton serves its model.
-        observer: told of health and errors.
-        max_attempts: replicas that one request may try, until one has accepted it.
-        resume: answers of models that can are resumed when their server dies.
-        health: how the replicas are watched.
-        repository_key: the key that the Tritons require for listing, loading and unloading, as KEY=VALUE.
-        resolve_interval_s: seconds between two lookups of a name while one of its Tritons serves.
-        resolve: looks up a name.
-        dialects: make the dialects of the models; None: those that need no files.
-        on_demand: how models are loaded that requests ask for; None: they are not.
+        options: how they are served.
     """
 
-    def __init__(
-        self,
-        *,
-        upstreams: Sequence[str],
-        models: Sequence[str] = (),
-        idle_timeout_s: float = 10.0,
-        load_timeout_s: float = 600.0,
-        upstream_wait_s: float = 0.0,
-        observer: UpstreamObserver | None = None,
-        max_attempts: int = 3,
-        resume: bool = True,
-        health: HealthPolicy | None = None,
-        repository_key: str | None = None,
-        resolve_interval_s: float = 10.0,
-        resolve: Resolve = resolve,
-        dialects: Dialects | None = None,
-        on_demand: OnDemandPolicy | None = None,
-        tls_of: TlsOf = lambda _upstream: None,
-    ) -> None:
-        self._configured = tuple(dict.fromkeys(models))
-        self._idle_timeout_s = idle_timeout_s
-        self._upstream_wait_s = upstream_wait_s
-        self._observer = observer
-        self._max_attempts = max_attempts
-        self._resume = resume
-        options = BackendOptions(
-            models=self._configured,
-            policy=health or HealthPolicy(),
-            idle_timeout_s=idle_timeout_s,
-            repository_key=repository_key,
-            observer=observer,
-            load_on_demand=on_demand is not None,
-            dialects=dialects or Dialects(),
-            tls_of=tls_of,
-        )
-        self._backends = Backends(upstreams, options, interval_s=resolve_interval_s, resolve=resolve)
-        self._control = ModelControl(self._backends, timeout_s=load_timeout_s, observer=observer)
-        self._on_demand = None if on_demand is None else OnDemand(self._backends, self._control, on_demand)
+    def __init__(self, upstreams: Sequence[str], options: PoolOptions) -> None:
+        self._options = options
+        self._backends = Backends(upstreams, options)
+        self._control = ModelControl(self._backends, options)
+        policy = options.on_demand
+        self._on_demand = None if policy is None else OnDemand(self._backends, self._control, policy)
         self._closed = False
+        self.running = 0
+        """Number of calls for clients that have not ended, those that wait for their model among them."""
 
     async def start(self) -> None:
         """Connect and begin watching health; returns without waiting for readiness."""
@@ -130,7 +84,10 @@ class TritonUpstream:
     def models(self) -> list[ModelCard]:
         """Return the models to be served, as configured or, by name, as discovered."""
         models = self._backends.models()
-        return [self._card(model_id, models[model_id]) for model_id in self._configured or sorted(models)]
+        return [
+            self._card(model_id, models[model_id])
+            for model_id in (models if self._options.models else sorted(models))
+        ]
 
     def model(self, model_id: str) -> ModelCard:
         """Return one model.
@@ -150,82 +107,100 @@ class TritonUpstream:
         """Run `request`: see `gateway.core.upstream.Upstream.generate`."""
         attempts = Attempts(request)
         generated = False
-        while not attempts.complete:
-            async for _ in self._loading(request):
-                yield Heartbeat()
-            async for _ in self._returning(attempts):
-                yield Heartbeat()
-            with self._attempt(attempts) as (replica, call, headers):
-                async with await self._events(replica, request, attempts, headers) as events:
-                    async for event in events:
-                        if type(event) is Delta:
-                            # Logits that come again take the place of the first ones.
-                            attempts.delivered = not request.logits
-                            replica.on_trial = False
-                            if not generated and event.tokens:
-                                call.add_event("first_token")
-                                generated = True
-                        elif type(event) is Accepted:
-                            call.add_event("accepted")
-                            if not attempts.accept():
-                                self._resumed(attempts)
-                                continue  # from a second replica: the client has the first one's
-                        yield event
-                return
+        with self._in_use():
+            while not attempts.complete:
+                async for _ in self._waiting(attempts):
+                    yield Heartbeat()
+                with self._attempt(attempts) as (replica, call, headers):
+                    async with await self._events(replica, request, attempts, headers) as events:
+                        async for event in events:
+                            if type(event) is Delta:
+                                # Logits that come again take the place of the first ones.
+                                attempts.delivered = not request.logits
+                                replica.on_trial = False
+                                if not generated and event.tokens:
+                                    call.add_event("first_token")
+                                    generated = True
+                            elif type(event) is Accepted:
+                                call.add_event("accepted")
+                                if not attempts.accept():
+                                    self._resumed(attempts)
+                                    continue  # from a second replica: the client has the first one's
+                            yield event
+                    return
 
     async def tokenize(self, request: Tokenization) -> Tokens:
         """Run `request`: see `gateway.core.upstream.Upstream.tokenize`."""
-        attempts = Attempts(request)
-        while True:
-            async for _ in self._loading(request):
-                pass
-            with self._attempt(attempts) as (replica, _, headers):
-                dialect, report = replica.serving()
-                if dialect.tokens is not None and report.chat_format is None:
-                    return await asyncio.to_thread(dialect.tokens, request)
-                if dialect.tokenizer is None:
-                    raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
-                return await _tokens(replica.client, dialect.tokenizer, request, report, headers)
+
+        async def ask(replica: Replica, headers: Headers) -> Tokens:
+            dialect, report = replica.serving()
+            if dialect.tokens is not None and report.chat_format is None:
+                return await asyncio.to_thread(dialect.tokens, request)
+            if dialect.tokenizer is None:
+                raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
+            sent = dialect.tokenizer.request(request, report, remaining_s(request.deadline))
+            responses = await replica.client.infer(sent, deadline=request.deadline, headers=headers)
+            return dialect.tokenizer.read(request, responses)
+
+        return await self._call(request, ask)
 
     async def embed(self, request: Embedding) -> Vector:
         """Run `request`: see `gateway.core.upstream.Upstream.embed`."""
+
+        async def ask(replica: Replica, headers: Headers) -> Vector:
+            embedder = replica.serving()[0].embedder
+            if embedder is None:
+                raise InvalidRequestError("The model does not embed.", param="model")
+            sent = embedder.request(request)
+            responses = await replica.client.infer(sent, deadline=request.deadline, headers=headers)
+            vector = embedder.read(request, responses)
+            replica.on_trial = False
+            return vector
+
+        return await self._call(request, ask)
+
+    async def _call(
+        self, request: Tokenization | Embedding, ask: Callable[[Replica, Headers], Awaitable[T]]
+    ) -> T:
+        """Return what `ask` returns, which runs `request` on a replica."""
         attempts = Attempts(request)
-        while True:
-            async for _ in self._loading(request):
-                pass
-            with self._attempt(attempts) as (replica, _, headers):
-                embedder = replica.serving()[0].embedder
-                if embedder is None:
-                    raise InvalidRequestError("The model does not embed.", param="model")
-                responses = replica.client.stream_infer(
-                    embedder.request(request),
-                    deadline=request.deadline,
-                    idle_timeout_s=math.inf,  # there are no heartbeats
-                    headers=headers,
-                )
-                async with contextlib.aclosing(responses):
-                    vector = embedder.read(request, [response async for response in responses])
-                replica.on_trial = False
-                return vector
+        with self._in_use():
+            while True:
+                async for _ in self._waiting(attempts):
+                    pass
+                with self._attempt(attempts) as (replica, _, headers):
+                    return await ask(replica, headers)
 
     async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
         """Load a model: see `gateway.core.upstream.Upstream.load`."""
         self._check_controllable(model_id)
-        return await self._control.load(model_id, reload=reload, upstream=upstream)
+        with self._in_use():
+            return await self._control.load(model_id, reload=reload, upstream=upstream)
 
     async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
         """Unload a model: see `gateway.core.upstream.Upstream.unload`."""
         self._check_controllable(model_id)
-        return await self._control.unload(model_id, upstream=upstream)
+        with self._in_use():
+            return await self._control.unload(model_id, upstream=upstream)
 
-    async def _loading(self, request: Generation | Tokenization | Embedding) -> AsyncGenerator[None, None]:
-        """Yield about every second while the model of `request` is being loaded, or a Triton started.
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    async def _waiting(self, attempts: Attempts) -> AsyncGenerator[None, None]:
+        """Yield about every second while a request waits: for a Triton to start, or its model to be loaded.
+
+        Also while there is no replica where an answer that was begun can be resumed.
 
         Raises:
-            GatewayError: it cannot be loaded, or not in time, or is not to be served.
+            GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
-        clock = asyncio.get_running_loop().time
-        until = min(clock() + self._upstream_wait_s, request.deadline - _LEFT_S)
+        request, clock = attempts.request, asyncio.get_running_loop().time
+        until = min(clock() + self._options.upstream_wait_s, request.deadline - LEFT_S)
         while self._is_absent(request.model) and clock() < until:
             await asyncio.sleep(_ARRIVAL_LOOK_S)
             yield
@@ -233,22 +208,15 @@ class TritonUpstream:
             async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
                 async for _ in waits:
                     yield
-
-    async def _returning(self, attempts: Attempts) -> AsyncGenerator[None, None]:
-        """Yield now and then while there is no replica where an answer that was begun can be resumed.
-
-        Raises:
-            GatewayError: the deadline passed, or the model was unloaded everywhere.
-        """
         while attempts.started:
-            replicas = self._find(attempts.request.model)
+            replicas = self._find(request.model)
             ready = [each for each in replicas if each.state is ReplicaState.READY and not each.yielding]
             if any(each not in attempts.tried for each in ready):
                 return
             attempts.tried.clear()  # after a pause, those that failed may be asked again
             unloaded = replicas and all(each.state is ReplicaState.UNLOADED for each in replicas)
-            if unloaded or asyncio.get_running_loop().time() >= attempts.request.deadline:
-                raise (attempts.failure or unable(replicas)).to_gateway(attempts.request)
+            if unloaded or clock() >= request.deadline:
+                raise (attempts.failure or unable(replicas)).to_gateway(request)
             await asyncio.sleep(_PAUSE_S)
             yield
 
@@ -256,8 +224,7 @@ class TritonUpstream:
         """Count that another replica accepted the request, if that goes on with an answer."""
         if attempts.started:
             attempts.resumes += 1
-            if self._observer is not None:
-                self._observer.resumed(attempts.model)
+            self._options.metrics.resumes.labels(attempts.model).inc()
 
     def _is_absent(self, model_id: str) -> bool:
         """Whether a model has no Triton, or all of its Tritons are down or loading it.
@@ -272,12 +239,12 @@ class TritonUpstream:
 
     def _check_controllable(self, model_id: str) -> None:
         """Refuse a model that is not configured; if models are discovered, any may be controlled."""
-        if self._closed or self._configured:
+        if self._closed or self._options.models:
             self._find(model_id)
 
     @contextlib.contextmanager
     def _attempt(self, attempts: Attempts) -> Iterator[tuple[Replica, Span, Headers]]:
-        """Choose a replica that has not failed yet, for a block; yields it, and what `_Attempts.call` does.
+        """Choose a replica that has not failed yet, for a block; yields it, and what `Attempts.call` does.
 
         The block is left quietly if the call fails and another attempt may be made.
 
@@ -307,8 +274,8 @@ class TritonUpstream:
         treatment, request = error.fault.value, attempts.request
         attempts.failure = error
         if treatment.upstream_at_fault:
-            if self._observer is not None:
-                self._observer.upstream_error(attempts.model, replica.upstream, treatment.code)
+            errors = self._options.metrics.upstream_errors
+            errors.labels(attempts.model, replica.upstream, treatment.code).inc()
             extra = {"request_id": request.request_id, "model": attempts.model, "upstream": replica.upstream}
             extra["detail"] = error.detail[:_LOGGED_LIMIT]
             _log.warning("upstream failed: %s", treatment.code, extra=extra)
@@ -320,7 +287,7 @@ class TritonUpstream:
             return  # only the end of the call failed
         if attempts.started and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
             return
-        another = len(attempts.called) < self._max_attempts and any(
+        another = len(attempts.called) < _ATTEMPTS_LIMIT and any(
             each.state is ReplicaState.READY and each not in attempts.tried
             for each in self._find(request.model)
         )
@@ -328,7 +295,7 @@ class TritonUpstream:
             raise error.to_gateway(request) from error
 
     async def _events(
-        self, replica: Replica, request: Generation, attempts: Attempts, headers: Metadata
+        self, replica: Replica, request: Generation, attempts: Attempts, headers: Headers
     ) -> contextlib.AbstractAsyncContextManager[AsyncGenerator[Event, None]]:
         """Return a block around the events of `request`, as it is or resumed, on one replica.
 
@@ -343,7 +310,7 @@ class TritonUpstream:
             raise InvalidRequestError("The model's backend reports no logits.", param="model")
         if dialect.prepare is not None:
             request = await dialect.prepare(request, report)
-        resumes = self._resume and not request.logits
+        resumes = self._options.resume and not request.logits
         request, decoder = attempts.next(request, dialect.channels if resumes else None, report)
         if request.stream and dialect.channels is not None:
             return replica.channel.answer(dialect.channels, request, report, headers, decoder=decoder)
@@ -355,7 +322,7 @@ class TritonUpstream:
                 report,
                 decoder,
                 headers=headers,
-                idle_timeout_s=self._idle_timeout_s if dialect.heartbeats else _SILENCE_S,
+                idle_timeout_s=self._options.idle_timeout_s if dialect.heartbeats else _SILENCE_S,
             )
         )
 
@@ -370,7 +337,7 @@ class TritonUpstream:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
         if model_id in self._backends.models():
             return self._backends.replicas(model_id)
-        if not self._configured and not any(backend.listed for backend in self._backends.present()):
+        if not self._options.models and not any(backend.listed for backend in self._backends.present()):
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
 
@@ -400,7 +367,7 @@ async def _plain_events(
     report: ModelReport,
     decoder: AnswerDecoder | None,
     *,
-    headers: Metadata,
+    headers: Headers,
     idle_timeout_s: float,
 ) -> AsyncGenerator[Event, None]:
     """Run `request` with all of its answer on its own stream; `decoder` reads it, if there is one already."""
@@ -422,16 +389,3 @@ async def _plain_events(
         raise error if dialect.explain is None else dialect.explain(error) from error.__cause__
     for event in await asyncio.to_thread(decoder.end) if dialect.counts_at_end else decoder.end():
         yield event
-
-
-async def _tokens(
-    client: Client, tokenizer: Tokenizer, request: Tokenization, report: ModelReport, headers: Metadata
-) -> Tokens:
-    responses = client.stream_infer(
-        tokenizer.request(request, report, remaining_s(request.deadline)),
-        deadline=request.deadline,
-        idle_timeout_s=math.inf,  # there are no heartbeats
-        headers=headers,
-    )
-    async with contextlib.aclosing(responses):
-        return tokenizer.read(request, [response async for response in responses])

@@ -9,12 +9,11 @@ If no models are set, there is one pool, and its entries are the public names.
 """
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -24,8 +23,10 @@ from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokeniza
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.settings import Settings
 from gateway.settings.models import ModelSettings
+from gateway.telemetry.metrics import UpstreamState
+from gateway.triton.dialects.base import ModelReport
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import Replica, ReplicaState, UpstreamObserver
+from gateway.triton.replicas import Replica, ReplicaState
 from wire.limits import STOPS_LIMIT
 
 R = TypeVar("R", Generation, Tokenization, Embedding)
@@ -49,15 +50,8 @@ class Plan:
     """Entries with the memory that they take."""
 
 
-MakePool = Callable[[Plan, UpstreamObserver | None], TritonUpstream]
-
-
-class NamesObserver(UpstreamObserver, Protocol):
-    """An observer that is told public names, and which of them there are no more."""
-
-    def model_left(self, model: str) -> None:
-        """`model` is not served any more, or not where it was."""
-        ...
+MakePool = Callable[[Plan, Callable[[str], Sequence[str]]], TritonUpstream]
+"""Makes the pool of a plan, given what returns the public names of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +61,8 @@ class _Served:
     name: str
     settings: ModelSettings
     pool: TritonUpstream
+    adapter: str | None = None
+    """The LoRA adapter that is meant, which a backend does not tell: the settings name it."""
 
     def request(self, request: R) -> R:
         """Return a client's request as one for the entry, with what is set for the name."""
@@ -77,6 +73,8 @@ class _Served:
             changes["prompt"] = with_system(request.prompt, self.settings.system)
         if isinstance(request, Generation):
             changes |= self._sampling(request)
+            if self.adapter is not None:
+                changes["adapter"] = self.adapter
         return structs.replace(request, **changes) if changes else request
 
     def _sampling(self, request: Generation) -> dict[str, Any]:
@@ -103,36 +101,25 @@ class PublicModels:
 
     Args:
         settings: the gateway's.
-        make_pool: makes the pool of a plan.
-        observer: told of health and errors, by public names.
+        make_pool: see `MakePool`.
     """
 
-    def __init__(self, settings: Settings, make_pool: MakePool, observer: NamesObserver | None) -> None:
+    def __init__(self, settings: Settings, make_pool: MakePool) -> None:
         self._make = make_pool
-        self._observer = observer
         self._settings = settings
         self._pools: dict[Plan, TritonUpstream] = {}
-        self._running: Counter[TritonUpstream] = Counter()
-        """Requests on each pool."""
         self._served: dict[str, _Served] = {}
         """By public name; empty: whatever is found."""
         self._names: dict[str, str] = {}
         """Public names by themselves and their aliases."""
         self._adapters: dict[str, str] = {}
+        """Names of models by those of their adapters."""
         self._created: dict[str, int] = {}
         self._retiring: dict[TritonUpstream, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Connect; see `gateway.core.upstream.Upstream.start`."""
-        await self._lead_to(self._settings, wait=False)
-
-    async def apply(self, settings: Settings) -> None:
-        """Serve what `settings` say of models from now on; requests that run end as they began.
-
-        Args:
-            settings: the gateway's with other models.
-        """
-        await self._lead_to(settings, wait=True)
+        await self.apply(self._settings)
 
     async def close(self) -> None:
         """See `gateway.core.upstream.Upstream.close`."""
@@ -144,20 +131,25 @@ class PublicModels:
     def models(self) -> list[ModelCard]:
         """See `gateway.core.upstream.Upstream.models`."""
         if self._served:
-            return [self._card(served) for served in self._served.values()]
+            cards = [self._card(served) for served in self._served.values()]
+        else:
+            cards = [
+                replace(card, settings=self._settings.model(card.id))
+                for pool in self._pools.values()
+                for card in pool.models()
+            ]
         return [
-            replace(card, settings=self._settings.model(card.id))
-            for pool in self._pools.values()
-            for card in pool.models()
+            each
+            for card in cards
+            for each in (
+                card,
+                *(_of_adapter(adapter, card) for adapter, name in self._adapters.items() if name == card.id),
+            )
         ]
 
     def model(self, model_id: str) -> ModelCard:
         """See `gateway.core.upstream.Upstream.model`."""
         return self._card(self._find(model_id))
-
-    def adapters(self) -> Mapping[str, str]:
-        """Return the public names of models that have adapters, by the adapters' names."""
-        return self._adapters
 
     def replicas(self) -> list[tuple[str, Replica]]:
         """Return the replicas of all models, each with a public name; an entry may have several."""
@@ -165,48 +157,66 @@ class PublicModels:
             (name, replica)
             for plan, pool in self._pools.items()
             for replica in pool.replicas()
-            for name in self.names(plan, replica.model)
+            for name in self._names_of(plan, replica.model)
         ]
+
+    def states(self) -> Iterator[UpstreamState]:
+        """Yield how every model is on each of its Tritons, by public names."""
+        for name, replica in self.replicas():
+            ready = replica.state is ReplicaState.READY
+            report = replica.report if ready and replica.report is not None else ModelReport()
+            yield UpstreamState(
+                model=name,
+                upstream=replica.upstream,
+                healthy=ready,
+                waiting=report.waiting,
+                kv_usage=report.kv_usage,
+            )
 
     def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """See `gateway.core.upstream.Upstream.generate`."""
         served = self._find(request.model)
-        return _Counted(served.pool.generate(served.request(request)), self._in_use(served.pool))
+        return served.pool.generate(served.request(request))
 
     async def tokenize(self, request: Tokenization) -> Tokens:
-        """See `gateway.core.upstream.Upstream.tokenize`."""
+        """See `gateway.core.upstream.Upstream.tokenize`; an adapter has its model's tokenizer."""
         served = self._find(request.model)
-        with self._in_use(served.pool):
-            return await served.pool.tokenize(served.request(request))
+        return await served.pool.tokenize(served.request(request))
 
     async def embed(self, request: Embedding) -> Vector:
-        """See `gateway.core.upstream.Upstream.embed`."""
+        """See `gateway.core.upstream.Upstream.embed`; an adapter does not embed."""
         served = self._find(request.model)
-        with self._in_use(served.pool):
-            return await served.pool.embed(served.request(request))
+        if served.adapter is not None:
+            raise InvalidRequestError("The model does not embed: it is an adapter.", param="model")
+        return await served.pool.embed(served.request(request))
 
     async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
-        """See `gateway.core.upstream.Upstream.load`."""
-        served = self._find(model_id)
-        with self._in_use(served.pool):
-            return await served.pool.load(served.settings.entry, reload=reload, upstream=upstream)
+        """See `gateway.core.upstream.Upstream.load`; adapters are loaded with their model."""
+        served = self._find_model(model_id)
+        return await served.pool.load(served.settings.entry, reload=reload, upstream=upstream)
 
     async def unload(self, model_id: str, *, upstream: str | None) -> list[EntriesChanged]:
         """See `gateway.core.upstream.Upstream.unload`."""
-        served = self._find(model_id)
-        with self._in_use(served.pool):
-            return await served.pool.unload(served.settings.entry, upstream=upstream)
+        served = self._find_model(model_id)
+        return await served.pool.unload(served.settings.entry, upstream=upstream)
 
-    async def _lead_to(self, settings: Settings, *, wait: bool) -> None:
+    async def apply(self, settings: Settings) -> None:
+        """Serve what `settings` say of models from now on; requests that run end as they began.
+
+        Args:
+            settings: the gateway's, perhaps with other models.
+        """
         models = {name: settings.model(name) for name in settings.models}
         plans = plans_of(settings, models)
-        pools = {plan: self._pools.get(plan) or self._make(plan, self._of_pool(plan)) for plan in plans}
+        pools = {
+            plan: self._pools.get(plan) or self._make(plan, partial(self._names_of, plan)) for plan in plans
+        }
         new = [pool for plan, pool in pools.items() if plan not in self._pools]
         for pool in new:
             await pool.start()
-        if wait:
+        if self._pools:  # else nobody is served meanwhile
             await _met(new)
-        old, before = self._pools, self._served
+        old = self._pools
         self._settings, self._pools = settings, pools
         plan_of = {name: plan for plan, names in plans.items() for name in names}
         self._served = {name: _Served(name, each, pools[plan_of[name]]) for name, each in models.items()}
@@ -215,31 +225,19 @@ class PublicModels:
         self._adapters = {adapter: name for adapter, _, name in given} | {
             adapter: name for name, model in models.items() for adapter in model.adapters
         }
-        for name, served in before.items():
-            now = self._served.get(name)
-            if self._observer is not None and (now is None or now.pool is not served.pool):
-                self._observer.model_left(name)
-        self.tell()
         for plan, pool in old.items():
             if plan not in pools:
                 self._retiring[pool] = asyncio.create_task(self._retire(pool), name="retire a pool")
 
     async def _retire(self, pool: TritonUpstream) -> None:
-        """Close `pool` once nothing runs there; nothing new begins."""
-        while self._running[pool]:  # noqa: ASYNC110 - minutes at most, and nobody waits
+        """Close `pool` once nothing runs there; nothing new begins, except what got it in this turn."""
+        await asyncio.sleep(_POLL_S)
+        while pool.running:  # noqa: ASYNC110 - minutes at most, and nobody waits
             await asyncio.sleep(_POLL_S)
         await pool.close()
-        del self._running[pool], self._retiring[pool]
+        del self._retiring[pool]
 
-    def tell(self) -> None:
-        """Tell the observer the health of every model."""
-        if self._observer is None:
-            return
-        for name, replica in self.replicas():
-            healthy = replica.state is ReplicaState.READY
-            self._observer.upstream_health(name, replica.upstream, healthy=healthy)
-
-    def names(self, plan: Plan, entry: str) -> list[str]:
+    def _names_of(self, plan: Plan, entry: str) -> list[str]:
         """Return the public names that lead to an entry by the pool of `plan`."""
         pool = self._pools.get(plan)
         if not plan.entries:
@@ -250,15 +248,27 @@ class PublicModels:
             if served.pool is pool and served.settings.entry == entry
         ]
 
-    def _of_pool(self, plan: Plan) -> UpstreamObserver | None:
-        return None if self._observer is None else _OfPool(self, self._observer, plan)
-
     def _find(self, model_id: str) -> _Served:
-        """Return what serves a public name or an alias.
+        """Return what serves a public name, an alias, or an adapter.
 
         Raises:
             ModelNotFoundError: nothing does.
         """
+        if (parent := self._adapters.get(model_id)) is not None:
+            return replace(self._find_model(parent), adapter=model_id)
+        return self._find_model(model_id)
+
+    def _find_model(self, model_id: str) -> _Served:
+        """Return what serves a public name or an alias.
+
+        Raises:
+            ModelNotFoundError: nothing does.
+            InvalidRequestError: it is an adapter's name.
+        """
+        if (parent := self._adapters.get(model_id)) is not None:
+            raise InvalidRequestError(
+                f"{model_id} is an adapter, loaded and unloaded with {parent}.", param="model"
+            )
         if not self._served:  # the one pool knows what there is
             (pool,) = self._pools.values()
             return _Served(model_id, self._settings.model(model_id), pool)
@@ -269,78 +279,14 @@ class PublicModels:
 
     def _card(self, served: _Served) -> ModelCard:
         card = served.pool.model(served.settings.entry)
-        created = self._created.setdefault(served.name, card.created or int(time.time()))
-        return replace(card, id=served.name, created=created, settings=served.settings)
-
-    @contextmanager
-    def _in_use(self, pool: TritonUpstream) -> Iterator[None]:
-        self._running[pool] += 1
-        try:
-            yield
-        finally:
-            self._running[pool] -= 1
+        created = self._created.setdefault(served.name, card.created)
+        card = replace(card, id=served.name, created=created, settings=served.settings)
+        return card if served.adapter is None else _of_adapter(served.adapter, card)
 
 
-class _Counted(AsyncGenerator[Event, None]):
-    """The events of a request, and its use of a pool, which ends when they are closed."""
-
-    def __init__(self, events: AsyncGenerator[Event, None], use: AbstractContextManager[None]) -> None:
-        self._events = events
-        self._use = use
-        use.__enter__()
-
-    def __anext__(self) -> Coroutine[Any, Any, Event]:
-        # No frame of its own: it is on the way of every token.
-        return self._events.__anext__()
-
-    async def asend(self, value: None) -> Event:
-        return await self._events.asend(value)
-
-    async def athrow(self, *error: Any) -> Event:
-        return await self._events.athrow(*error)
-
-    async def aclose(self) -> None:
-        try:
-            await self._events.aclose()
-        finally:
-            self._use.__exit__(None, None, None)
-
-
-class _OfPool(UpstreamObserver):
-    """Tells of one pool's entries by public names; silent once no name leads there."""
-
-    def __init__(self, models: PublicModels, observer: UpstreamObserver, plan: Plan) -> None:
-        self._models = models
-        self._observer = observer
-        self._plan = plan
-
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        for name in self._models.names(self._plan, model):
-            self._observer.upstream_health(name, upstream, healthy=healthy)
-
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        self._observer.upstream_error(model, upstream, code)
-
-    def resumed(self, model: str) -> None:
-        self._observer.resumed(model)
-
-    def model_loaded(self, model: str, upstream: str, seconds: float, *, failed: bool) -> None:
-        for name in self._models.names(self._plan, model):
-            self._observer.model_loaded(name, upstream, seconds, failed=failed)
-
-    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
-        for name in self._models.names(self._plan, model):
-            self._observer.model_unloaded(name, upstream, reason)
-
-    def upstream_left(self, upstream: str) -> None:
-        self._observer.upstream_left(upstream)
-        self._models.tell()  # it may be of another pool, too
-
-    def upstream_forgotten(self, upstream: str) -> None:
-        self._observer.upstream_forgotten(upstream)
-
-    def upstream_lookup(self, upstream: str, outcome: str) -> None:
-        self._observer.upstream_lookup(upstream, outcome)
+def _of_adapter(name: str, parent: ModelCard) -> ModelCard:
+    settings = parent.settings.model_copy(update={"aliases": (), "adapters": ()})
+    return replace(parent, id=name, parent=parent.id, settings=settings)
 
 
 def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Plan, list[str]]:

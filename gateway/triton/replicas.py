@@ -15,15 +15,14 @@ import enum
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 from gateway.errors import GatewayError
 from gateway.triton.channel import DeltaChannel
 from gateway.triton.client import Backoff, Client, EntryState
-from gateway.triton.dialects import Dialects
 from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.errors import Fault, TritonError
+from gateway.triton.options import PoolOptions
 
 _log = logging.getLogger(__name__)
 
@@ -41,56 +40,6 @@ class ReplicaState(enum.StrEnum):
     UNREACHABLE = "unreachable"
     STUCK = "stuck"
     """The model's process is dead, or makes no progress."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthPolicy:
-    """How health is watched; all values in seconds."""
-
-    interval_s: float = 1.0
-    """Between probes of a replica that is ready."""
-    probe_timeout_s: float = 5.0
-    stuck_after_s: float = 60.0
-    """An engine whose last loop iteration is older than this is stuck; on a slow CPU a step takes seconds."""
-    backoff_first_s: float = 0.25
-    backoff_limit_s: float = 1.0
-    """Of several gateway processes, one says that it is ready; the others see the Triton so much later."""
-
-
-class UpstreamObserver(Protocol):
-    """Told of health, errors and addresses, for metrics. Called on the event loop; must not block."""
-
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        """`model` on `upstream` became able, or unable, to take requests."""
-        ...
-
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        """A request failed on `upstream`; `code` is that of a `gateway.triton.errors.Fault`."""
-        ...
-
-    def resumed(self, model: str) -> None:
-        """An answer of `model`, by its public name, goes on at another Triton, or there once more."""
-        ...
-
-    def model_loaded(self, model: str, upstream: str, seconds: float, *, failed: bool) -> None:
-        """`model` was loaded on `upstream`, or `failed` to be, in so many seconds."""
-        ...
-
-    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
-        """`model` was unloaded; `reason` is a value of `gateway.triton.admin.UnloadReason`."""
-        ...
-
-    def upstream_left(self, upstream: str) -> None:
-        """`upstream` takes no new requests and has no health metrics any more; it may come back."""
-        ...
-
-    def upstream_forgotten(self, upstream: str) -> None:
-        """Nothing more will be reported of `upstream`, unless it comes back."""
-        ...
-
-    def upstream_lookup(self, upstream: str, outcome: str) -> None:
-        """A name was looked up; `outcome` is a value of `gateway.triton.backends.Outcome`."""
-        ...
 
 
 _STATE_AFTER = {
@@ -125,29 +74,17 @@ class Replica:
     Args:
         model: its id, which is the name of its repository entry.
         client: of the Triton.
-        policy: how to watch.
-        idle_timeout_s: for its delta channel.
-        dialects: make its dialect; None: those that need no files.
-        on_demand: it is loaded when a request needs it, and need not be before.
+        options: the pool's.
     """
 
-    def __init__(
-        self,
-        model: str,
-        client: Client,
-        policy: HealthPolicy,
-        *,
-        idle_timeout_s: float,
-        dialects: Dialects | None = None,
-        on_demand: bool = False,
-    ) -> None:
+    def __init__(self, model: str, client: Client, options: PoolOptions) -> None:
         self.model = model
         self.client = client
         self.channel = DeltaChannel(
             model,
             client,
-            idle_timeout_s=idle_timeout_s,
-            backoff=Backoff(policy.backoff_first_s, policy.backoff_limit_s),
+            idle_timeout_s=options.idle_timeout_s,
+            backoff=Backoff(options.health.backoff_first_s, options.health.backoff_limit_s),
         )
         """Its delta channel: open while it is ready, if its contract has them."""
         self.state = ReplicaState.UNKNOWN
@@ -161,24 +98,21 @@ class Replica:
         self.last_chosen = 0
         self.on_trial = False
         """Whether it came back and has answered nothing since: whoever gets an answer clears it."""
-        self.wanted = not on_demand
+        self._on_demand = options.on_demand is not None
+        self.wanted = not self._on_demand
         """Whether it is meant to be loaded."""
         self.yielding = False
         """It gets no new requests: when those that run have ended, it makes room for another model."""
         self.in_use_elsewhere = False
         """Whether requests of others run on it, as far as can be told; only of what is loaded on demand."""
-        self._on_demand = on_demand
         self._inferences: int | None = None
         self._withdrawn = False
         self._failed = False
         """Whether it was found dead or stuck, and has not answered since."""
         self._ready = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._dialect: Dialect | None = None
-        self._dialects = dialects or Dialects()
-        self._policy = policy
-        self._observer: UpstreamObserver | None = None
+        self._dialects = options.dialects
+        self._policy = options.health
         self._suspected = asyncio.Event()
 
     @property
@@ -195,11 +129,6 @@ class Replica:
     def dialect(self) -> str | None:
         """The name of its dialect; None while it is not ready."""
         return None if self._dialect is None else self._dialect.name
-
-    def observe(self, observer: UpstreamObserver | None) -> None:
-        """Tell `observer` its health, now and whenever it changes; None: nobody from now on."""
-        self._observer = observer
-        self._tell_observer()
 
     def serving(self) -> tuple[Dialect, ModelReport]:
         """Return the dialect and the report that a request to it needs.
@@ -219,17 +148,10 @@ class Replica:
     def in_use(self) -> Iterator[None]:
         """Count a request as running on this replica."""
         self.outstanding += 1
-        self._idle.clear()
         try:
             yield
         finally:
             self.outstanding -= 1
-            if not self.outstanding:
-                self._idle.set()
-
-    async def idle(self) -> None:
-        """Wait until no request runs on this replica."""
-        await self._idle.wait()
 
     @contextlib.contextmanager
     def withdrawn(self, *, wanted: bool) -> Iterator[None]:
@@ -334,14 +256,9 @@ class Replica:
                 raise TritonError(Fault.NOT_READY, "Triton does not call it ready")
             report = dialect.report
         else:
-            timeout_s = self._policy.probe_timeout_s
-            responses = self.client.stream_infer(
-                dialect.probe.request(self.model),
-                deadline=asyncio.get_running_loop().time() + timeout_s,
-                idle_timeout_s=timeout_s,
-            )
-            async with contextlib.aclosing(responses):
-                report = dialect.probe.read([response async for response in responses])
+            deadline = asyncio.get_running_loop().time() + self._policy.probe_timeout_s
+            probe = dialect.probe.request(self.model)
+            report = dialect.probe.read(await self.client.infer(probe, deadline=deadline))
         if self._on_demand:
             self.in_use_elsewhere = not self.outstanding and await self._used(report)
         self._dialect = dialect  # `suspect` may have removed it meanwhile
@@ -420,9 +337,3 @@ class Replica:
             state.value,
             extra={"model": self.model, "upstream": self.upstream, "detail": reason},
         )
-        self._tell_observer()
-
-    def _tell_observer(self) -> None:
-        if self._observer is not None:
-            healthy = self.state is ReplicaState.READY
-            self._observer.upstream_health(self.model, self.upstream, healthy=healthy)

@@ -16,7 +16,7 @@ from deploy.docker import triton_health
 from deploy.docker.start_triton import main as start_triton
 from gateway.settings import load_settings, settings_table
 from gateway.settings.values import revealed
-from gateway.triton.replicas import HealthPolicy
+from gateway.triton.options import HealthPolicy
 from gateway.up import METRICS_PORT
 from tests.deploy.compose_file import CHOSEN, load_compose
 

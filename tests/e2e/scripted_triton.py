@@ -16,6 +16,7 @@ from gateway.core.request import Conversation, Generation, Message
 from gateway.errors import GatewayError
 from gateway.triton.client import Client
 from gateway.triton.errors import TritonError
+from gateway.triton.options import PoolOptions
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.repository_server import RepositoryServer
 from wire.strings import pack_strings
@@ -78,7 +79,9 @@ async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> Non
 
 @contextlib.asynccontextmanager
 async def upstream_of(scripted: Scripted, **options: Any) -> AsyncIterator[TritonUpstream]:
-    upstream = TritonUpstream(upstreams=[scripted.address], repository_key=scripted.repository_key, **options)
+    upstream = TritonUpstream(
+        [scripted.address], PoolOptions(repository_key=scripted.repository_key, **options)
+    )
     await upstream.start()
     try:
         yield upstream

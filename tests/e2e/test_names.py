@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.telemetry.metrics import Metrics
+from gateway.triton.options import PoolOptions
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.manifest_triton import MODEL, ManifestTriton
 from tests.gateway.serving import on_socket
@@ -73,17 +73,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def gateway(resolver: FakeResolver, metrics: Metrics) -> AsyncIterator[tuple[Any, TritonUpstream]]:
-    upstream: Any = TritonUpstream(
-        upstreams=[NAME], models=[MODEL], resolve=resolver, resolve_interval_s=0.5, observer=metrics
-    )
+async def gateway(resolver: FakeResolver) -> AsyncIterator[tuple[Any, TritonUpstream]]:
+    options = PoolOptions(models=[MODEL], resolve=resolver, resolve_interval_s=0.5)
+    upstream: Any = TritonUpstream([NAME], options)
     async with on_socket(upstream, log_level="warning") as served:
         yield served, upstream
-
-
-def upstreams(metrics: Metrics, name: str) -> set[str]:
-    families = [family for family in metrics.registry.collect() if family.name == "tritongate_" + name]
-    return {sample.labels["upstream"] for family in families for sample in family.samples}
 
 
 async def test_all_are_replaced_one_after_the_other(tritons: list[ManifestTriton]) -> None:
@@ -91,8 +85,8 @@ async def test_all_are_replaced_one_after_the_other(tritons: list[ManifestTriton
     for triton in (first, second):
         triton.start()
         await asyncio.to_thread(triton.wait_ready)
-    resolver, metrics = FakeResolver(), Metrics()
-    async with gateway(resolver, metrics) as (served, upstream):
+    resolver = FakeResolver()
+    async with gateway(resolver) as (served, upstream):
         assert (await served.http.get("/health/ready")).status_code == 503
         resolver.records["triton"] = [first.grpc, second.grpc]
         await until(served.gateway.ready)
@@ -116,4 +110,3 @@ async def test_all_are_replaced_one_after_the_other(tritons: list[ManifestTriton
         await load.end()
         assert load.failures == []
         await until(lambda: [replica.upstream for replica in upstream.replicas()] == [third.grpc])
-        assert upstreams(metrics, "upstream_healthy") == {third.grpc}

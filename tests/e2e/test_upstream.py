@@ -9,6 +9,7 @@ import pytest
 from gateway.core.events import Accepted, Delta, Event
 from gateway.core.request import Conversation, Generation, Message
 from gateway.errors import ContextLengthError, InvalidRequestError
+from gateway.triton.options import PoolOptions
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.up_process import UpProcess
 
@@ -19,7 +20,7 @@ MODELS = ("chatglm3", "chatglm2")
 
 @pytest.fixture
 async def upstream(up: UpProcess) -> AsyncIterator[TritonUpstream]:
-    upstream = TritonUpstream(upstreams=[up.triton_grpc], models=MODELS)
+    upstream = TritonUpstream([up.triton_grpc], PoolOptions(models=MODELS))
     await upstream.start()
     async with asyncio.timeout(30):
         while {card.id for card in upstream.models() if card.ready} != set(MODELS):  # noqa: ASYNC110 - it has no event

@@ -3,6 +3,7 @@
 import pytest
 from playwright.async_api import expect
 
+from gateway.telemetry.metrics import UpstreamState
 from tests.gateway.fake_upstream import say_and_hang
 from tests.gateway.serving import until
 from tests.page.conftest import Opened, ask
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 async def test_what_runs_is_shown(opened: Opened) -> None:
     async with opened(lambda _: say_and_hang("a")) as (page, served):
-        served.gateway.metrics.upstream_health("glm", "triton:8001", healthy=False)
+        down = UpstreamState(model="glm", upstream="triton:8001", healthy=False)
+        served.gateway.metrics.upstreams.look = lambda: [down]
         await ask(page)
         await expect(page.locator(".prose")).to_have_text("a")
         await page.click(".tabs a[href='#load']")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.telemetry.metrics import BulkHistogram, Metrics
+from gateway.telemetry.metrics import BulkHistogram, Metrics, UpstreamStates
 from tests.repo.test_architecture import leads_somewhere
 from tests.repo.test_readme import check_table
 from triton_models.serving import report
@@ -95,6 +95,11 @@ def metrics_as_documented() -> str:
         if isinstance(metric, BulkHistogram):
             bulk = next(iter(metric.collect()))
             rows.append(f"| `{bulk.name}` | histogram | `model` | {bulk.documentation} |")
+        if isinstance(metric, UpstreamStates):
+            labels = " ".join(f"`{label}`" for label in metric.LABELS)
+            rows += [
+                f"| `{each.name}` | gauge | {labels} | {each.documentation} |" for each in metric.collect()
+            ]
         if isinstance(metric, MetricWrapperBase):
             family = next(iter(metric.describe()))
             name = f"{family.name}_total" if family.type == "counter" else family.name

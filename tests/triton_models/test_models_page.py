@@ -23,6 +23,7 @@ from gateway.triton.dialects import Dialects
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.dialects.model_text import RenderedPrompt
+from tests.gateway.triton.fake_triton import having
 from tests.glm4_checkpoint import CONFIG, write_checkpoint
 from tests.template_checkpoint import write_tokenizer
 from tests.triton_models.engine.fake_model import ids, request, run
@@ -125,7 +126,7 @@ class Served:
             InvalidRequestError: the model has none, or none with tools.
         """
         named = [] if self.family.chat_format else [f"m={self.directory}"]
-        dialect = Dialects(named).choose("m", CHATGLM.inputs)
+        dialect = Dialects(named).of("m", having(CHATGLM.inputs))
         report = ModelReport(chat_format=self.family.chat_format)
         asked = Generation(request_id="r", model="m", prompt=Conversation(QUESTION, offer), deadline=1.0)
         if dialect.prepare is not None:

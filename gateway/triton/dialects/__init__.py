@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from tritonclient.grpc import service_pb2
 
@@ -12,10 +13,9 @@ from gateway.chat.vocabulary import Vocabulary, VocabularyError
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects import llm_api, trtllm, trtllm_ids, vllm
 from gateway.triton.dialects.base import Dialect
-from gateway.triton.dialects.chatglm import CHATGLM
-from gateway.triton.dialects.embeddings import plain_model
+from gateway.triton.dialects.chatglm import CHATGLM, templated
+from gateway.triton.dialects.embeddings import plain_model, vector_output
 from gateway.triton.dialects.model_text import ModelText, ModelTextError
-from gateway.triton.dialects.templated import templated
 
 _FOREIGN = {
     "vllm": vllm.CONTRACT,
@@ -23,8 +23,11 @@ _FOREIGN = {
     "trtllm": trtllm.CONTRACT,
     "trtllm-ids": trtllm_ids.CONTRACT,
 }
-DIALECTS = (CHATGLM.name, *_FOREIGN)
+_INPUTS = {CHATGLM.name: CHATGLM.inputs} | {name: each.inputs for name, each in _FOREIGN.items()}
+DIALECTS = tuple(_INPUTS)
 """The names by which a configuration may demand one."""
+
+T = TypeVar("T")
 
 
 class Dialects:
@@ -42,73 +45,61 @@ class Dialects:
         self._tokenizers = {name: Path(folder) for name, _, folder in named}
 
     def of(self, entry: str, metadata: service_pb2.ModelMetadataResponse) -> Dialect:
-        """Return the dialect of the repository entry `entry`, by what Triton says of its tensors.
-
-        Raises:
-            UpstreamProtocolError: as `choose`.
-        """
-        inputs = frozenset(tensor.name for tensor in metadata.inputs)
-        return self.choose(entry, inputs, plain_model(metadata))
-
-    def choose(
-        self,
-        entry: str,
-        inputs: frozenset[str],
-        plain: Callable[[Vocabulary | None], Dialect] | None = None,
-    ) -> Dialect:
-        """Return the first dialect that needs no inputs beside these, of the repository entry `entry`.
-
-        `plain` makes its dialect where it is a plain embedding model (`embeddings.plain_model`).
+        """Return the dialect of a repository entry: the first that needs no inputs beside those it has.
 
         Reads files where the model has a tokenizer here: not for the event loop.
+
+        Args:
+            entry: its name.
+            metadata: what Triton says of its tensors.
 
         Raises:
             UpstreamProtocolError: there is none, with the inputs found; or the model's tokenizer is missing.
         """
-        demanded = self._demanded.get(entry)
-        if demanded is not None:
-            needed = CHATGLM.inputs if demanded == CHATGLM.name else _FOREIGN[demanded].inputs
-            if missing := ", ".join(sorted(needed - inputs)):
+        inputs = frozenset(tensor.name for tensor in metadata.inputs)
+        name = self._demanded.get(entry)
+        if name is None:
+            name = next((each for each, needed in _INPUTS.items() if needed <= inputs), None)
+        elif missing := ", ".join(sorted(_INPUTS[name] - inputs)):
+            raise UpstreamProtocolError(
+                f"the model entry {entry!r} is not of the dialect {name}: it has no input {missing}"
+            )
+        if name is None:
+            output = vector_output(metadata)
+            if output is None:
+                found = ", ".join(sorted(inputs)) or "none"
                 raise UpstreamProtocolError(
-                    f"the model entry {entry!r} is not of the dialect {demanded}: it has no input {missing}"
+                    f"the model entry {entry!r} speaks no tensor contract known to this gateway; "
+                    f"its inputs are: {found}"
                 )
-        if demanded in (None, CHATGLM.name) and CHATGLM.inputs <= inputs:
-            model = self._text(entry)
+            # It has no conversations, and so needs no template.
+            vocabulary = self._read(entry, Vocabulary.read)
+            if vocabulary is None:
+                raise _counts_nothing(entry)
+            return plain_model(metadata, output, vocabulary)
+        model = self._read(entry, _model_text) or ModelText()
+        if name == CHATGLM.name:
             return CHATGLM if model.vocabulary is None else templated(model)
-        for name, contract in _FOREIGN.items():
-            if demanded in (None, name) and contract.inputs <= inputs:
-                model = self._text(entry)
-                if model.vocabulary is None and contract.needs_tokenizer(inputs):
-                    raise UpstreamProtocolError(
-                        f"the model entry {entry!r} counts no tokens: set `tokenizers` to {entry}=FOLDER"
-                    )
-                return replace(contract.dialect(inputs, model), name=name)
-        if plain is not None:
-            return plain(self._vocabulary(entry))
-        found = ", ".join(sorted(inputs)) or "none"
-        raise UpstreamProtocolError(
-            f"the model entry {entry!r} speaks no tensor contract known to this gateway; "
-            f"its inputs are: {found}"
-        )
+        contract = _FOREIGN[name]
+        if model.vocabulary is None and contract.needs_tokenizer(inputs):
+            raise _counts_nothing(entry)
+        return replace(contract.dialect(inputs, model), name=name)
 
-    def _text(self, entry: str) -> ModelText:
-        folder = self._tokenizers.get(entry) or self._tokenizers.get("")
-        if folder is None:
-            return ModelText()
-        try:
-            return _read(folder)
-        except ModelTextError as error:
-            raise UpstreamProtocolError(f"the tokenizer of {entry!r}: {error}") from None
-
-    def _vocabulary(self, entry: str) -> Vocabulary | None:
-        """Return the tokenizer of a model that has no conversations, and so needs no template."""
+    def _read(self, entry: str, read: Callable[[Path], T]) -> T | None:
+        """Return what `read` makes of an entry's folder; None: there is none."""
         folder = self._tokenizers.get(entry) or self._tokenizers.get("")
         try:
-            return None if folder is None else Vocabulary.read(folder)
-        except (VocabularyError, TemplateError) as error:
+            return None if folder is None else read(folder)
+        except (ModelTextError, VocabularyError, TemplateError) as error:
             raise UpstreamProtocolError(f"the tokenizer of {entry!r}: {error}") from None
+
+
+def _counts_nothing(entry: str) -> UpstreamProtocolError:
+    return UpstreamProtocolError(
+        f"the model entry {entry!r} counts no tokens: set `tokenizers` to {entry}=FOLDER"
+    )
 
 
 @cache
-def _read(folder: Path) -> ModelText:
+def _model_text(folder: Path) -> ModelText:
     return ModelText.read(folder)

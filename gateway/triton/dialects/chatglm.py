@@ -2,20 +2,28 @@
 
 Every tensor is BYTES of shape [1, 1]. All three inputs are always sent, since Triton batches only requests
 with the same set of inputs. Decoding is strict: what is not in the contract is an error, never a guess.
+
+Where a model of the contract has no chat format, but the setting `tokenizers` names a folder for its entry,
+it is sent token ids: the template and the tokenizer are those of the folder. What the engine enforces in
+answers (schemas and other grammars), it enforces here, too; calls are only read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import assert_never
 
 import msgspec
+from msgspec import structs
 
 from gateway.chat.conversation import answer_metadata, call_rules, chat_form, last_calls, to_turns
+from gateway.chat.marked_choice import MarkedChoice
 from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, Turns
 from gateway.core.request import Grammar as RequestedGrammar
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError
 from gateway.triton.dialects.base import (
+    AnswerDecoder,
     Channels,
     Dialect,
     ModelReport,
@@ -24,9 +32,9 @@ from gateway.triton.dialects.base import (
     Response,
     Tokenizer,
 )
-from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, not_understood, read
-from gateway.triton.dialects.logits_answer import LogitsAnswer
-from gateway.triton.dialects.model_text import RenderedPrompt
+from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, LogitsAnswer, not_understood, read
+from gateway.triton.dialects.foreign import off_the_loop, refuse_strict_tools
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, no_template
 from wire import names
 from wire import request as wire_request
 from wire.channel import Frame, decode_frame
@@ -189,11 +197,7 @@ def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, report: Model
         case RenderedPrompt(ids=ids):
             return _WirePrompt(ids=list(ids), raw=True)
         case Conversation() if report.chat_format is None:
-            raise InvalidRequestError(
-                "The gateway has no chat template of this model: use completions, or set `tokenizers`"
-                " to a folder with one.",
-                param="messages",
-            )
+            raise no_template()
         case Conversation(messages, offer):
             form = chat_form(report.chat_format)
             *earlier, newest = to_turns(messages, form, offer)
@@ -256,3 +260,51 @@ CHATGLM = Dialect(
     channels=Channels(_open_channel, _read_frame, _request, ChatGLMAnswer),
 )
 """The contract, with all of its optional parts."""
+
+
+def templated(model: ModelText) -> Dialect:
+    """Return the dialect of an entry of ours whose conversations read as `model` says."""
+
+    async def prepare(generation: Generation, report: ModelReport) -> Generation:
+        if report.chat_format is not None or not isinstance(generation.prompt, Conversation | PlainText):
+            return generation  # the engine has a format of its own, or these are ids already
+        return await off_the_loop(partial(_rendered, model), generation)
+
+    def answer(generation: Generation, report: ModelReport) -> ChatGLMAnswer:
+        prompt = generation.prompt
+        if not isinstance(prompt, RenderedPrompt) or not prompt.converses:
+            return ChatGLMAnswer(generation, report)
+        if generation.grammar is not None and not prompt.tools:
+            return ChatGLMAnswer(generation, report)
+        return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)))
+
+    def decoder(generation: Generation, report: ModelReport) -> AnswerDecoder:
+        return LogitsAnswer() if generation.logits else answer(generation, report)
+
+    def read_probe(responses: Sequence[Response]) -> ModelReport:
+        report = _read_probe(responses)
+        if report.chat_format is not None or model.template is None:
+            return report
+        return replace(report, template_reads=model.template.reads)
+
+    return replace(
+        CHATGLM,
+        prepare=prepare,
+        decoder=decoder,
+        probe=Probe(_probe, read_probe),
+        tokens=model.exact_tokens,
+        channels=Channels(_open_channel, _read_frame, _request, answer),
+    )
+
+
+def _rendered(model: ModelText, generation: Generation) -> Generation:
+    refuse_strict_tools(generation, "The model's calls cannot be enforced: no tool is strict.")
+    prompt = model.encoded(generation.prompt, generation.prompt_field)
+    if prompt.thinking and generation.grammar is not None:
+        raise InvalidRequestError(
+            "The answer begins with reasoning, which no grammar allows: switch it off by"
+            " chat_template_kwargs, if the model's template can.",
+            param=generation.grammar.field,
+        )
+    special = generation.show_special or prompt.show_special
+    return structs.replace(generation, prompt=prompt, show_special=special)

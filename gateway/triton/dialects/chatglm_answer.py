@@ -3,12 +3,12 @@
 Strict: what is not in the contract is an error, never a guess.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 import msgspec
 from msgspec import structs
-from tritonclient.grpc import service_pb2
 
 from gateway.chat.answers import ChoiceReader, in_runs, pieces_of
 from gateway.chat.marked_choice import MarkedChoice
@@ -17,6 +17,7 @@ from gateway.core.events import (
     Delta,
     Event,
     Heartbeat,
+    LogitsPart,
     PromptLogprob,
     TokenLogprob,
     TopLogprob,
@@ -24,12 +25,14 @@ from gateway.core.events import (
 )
 from gateway.core.request import Generation, Turns
 from gateway.errors import UpstreamProtocolError
-from gateway.triton.dialects.base import AnswerDelta, ModelReport
+from gateway.triton.dialects.base import AnswerDelta, ModelReport, Response
 from wire import meta as wire_meta
 from wire import names
 from wire.strings import unpack_strings
 
 _HEARTBEAT = wire_meta.Meta()
+
+_FLOAT_BYTES = 4
 
 _index = itemgetter(0)
 
@@ -80,7 +83,7 @@ class ChatGLMAnswer:
         """By choice, how many log-probabilities of the prompt come again after `resume`, and are left out."""
 
     def resume(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Expect the rest of the answer in another call's responses; return `Generation.generated` for it."""
+        """See `ChannelDecoder.resume`."""
         self._accepted = False
         self._kept = []
         self._ended_before = self._ended_tokens
@@ -89,18 +92,14 @@ class ChatGLMAnswer:
             tuple(self._ids[index]) if index in self._choices else None for index in range(len(self._ids))
         )
 
-    def decode(self, response: service_pb2.ModelInferResponse) -> list[Event]:
-        """Return the events in `response`.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood, or comes out of order.
-        """
+    def decode(self, response: Response) -> list[Event]:
+        """See `AnswerDecoder.decode`."""
         text, meta = read(response)
         if not self._accepted:
             if not text and meta == _HEARTBEAT:
                 return []  # it is still being prepared
             self._accepted = True
-            accepted = read_accepted(text, meta)
+            accepted = _read_accepted(text, meta)
             if self._ended_before is not None and accepted.prompt_tokens != self._prompt_tokens:
                 raise not_understood("the server that resumes it reads another prompt")
             self._prompt_tokens = accepted.prompt_tokens
@@ -116,36 +115,24 @@ class ChatGLMAnswer:
 
     @property
     def complete(self) -> bool:
-        """Whether the final response was read."""
+        """See `ChannelDecoder.complete`."""
         return not self._choices
 
     def end(self) -> Sequence[Event]:
-        """Check, when no response is left, that the final one was seen; it told everything.
-
-        Raises:
-            UpstreamProtocolError: it was not.
-        """
+        """See `AnswerDecoder.end`; the final response told everything."""
         if self._choices:
             raise not_understood("it ended without its final response")
         return ()
 
-    def delivered(self, response: service_pb2.ModelInferResponse) -> tuple[int, wire_meta.Delivered] | None:
-        """Return the choice that `response` ends, and how much of it must have come over the channel.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood, or ends a choice without saying so.
-        """
+    def delivered(self, response: Response) -> tuple[int, wire_meta.Delivered] | None:
+        """See `ChannelDecoder.delivered`."""
         _, meta = read(response)
         if meta.finish_reason is not None and meta.delivered is None:
             raise not_understood("an end that does not say what came over the channel")
         return None if meta.delivered is None else (meta.index, meta.delivered)
 
     def deltas(self, deltas: Sequence[AnswerDelta]) -> list[Event]:
-        """Return the events in the deltas from the channel, choice by choice, with plain text joined.
-
-        Raises:
-            UpstreamProtocolError: it cannot be understood.
-        """
+        """See `ChannelDecoder.deltas`; they come choice by choice, with plain text joined."""
         if self._unscored:
             self._kept += [delta for delta in deltas if delta[0] in self._unscored]
             deltas = [delta for delta in deltas if delta[0] not in self._unscored]
@@ -256,22 +243,17 @@ class ChatGLMAnswer:
                 segments=segments,
                 finish_reason=choice.reason(meta.finish_reason),
                 stop_reason=meta.stop_reason,
-                usage=self._usage(meta.usage, meta.queue_s),
+                usage=None if meta.usage is None else self._whole(_usage(meta.usage, meta.queue_s)),
             ),
         ]
 
-    def _usage(self, usage: wire_meta.Usage | None, queue_s: float | None) -> Usage | None:
-        if usage is None:
-            return None
-        resumed = self._ended_before is not None
-        return Usage(
-            prompt_tokens=usage.prompt_tokens,
-            # A server that resumes an answer knows nothing of choices that had ended.
-            completion_tokens=usage.completion_tokens + (self._ended_before or 0),
-            cached_tokens=usage.cached_tokens,
-            # Nobody can tell how long it waited at the first server.
-            queue_s=None if resumed else queue_s,
-        )
+    def _whole(self, usage: Usage) -> Usage:
+        """Return the usage of an answer that was perhaps resumed, given what its last server tells."""
+        if self._ended_before is None:
+            return usage
+        # That one knows nothing of choices that had ended, and nobody how long it waited at the first server.
+        completion_tokens = usage.completion_tokens + self._ended_before
+        return dataclasses.replace(usage, completion_tokens=completion_tokens, queue_s=None)
 
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
         """Return the event for a delta of text only."""
@@ -310,7 +292,67 @@ class ChatGLMAnswer:
             raise not_understood("usage before the end")
 
 
-def read_accepted(content: str | bytes, meta: wire_meta.Meta) -> Accepted:
+class LogitsAnswer:
+    """Reads the logits of a prompt: `Accepted`, a delta for each part in order, and one with the usage."""
+
+    over = False
+
+    def __init__(self) -> None:
+        self._accepted: Accepted | None = None
+        self._told = 0
+        """How many tokens' logits have come."""
+        self._ended = False
+
+    def decode(self, response: Response) -> list[Event]:
+        """See `AnswerDecoder.decode`."""
+        content, meta = _read_content(response)
+        if not content and meta == _HEARTBEAT:
+            return [] if self._accepted is None else [Heartbeat()]
+        if self._accepted is None:
+            self._accepted = _read_accepted(content, meta)
+            return [self._accepted]
+        if self._ended:
+            raise not_understood("a response after the final one")
+        if meta.logits is not None:
+            return [self._part(content, meta)]
+        return [self._end(content, meta, self._accepted)]
+
+    def end(self) -> Sequence[Event]:
+        """See `AnswerDecoder.end`."""
+        if not self._ended:
+            raise not_understood("it ended without its final response")
+        return ()
+
+    def _part(self, content: bytes, meta: wire_meta.Meta) -> Delta:
+        logits = meta.logits
+        if logits is None or meta != wire_meta.Meta(logits=logits):
+            raise not_understood("something beside logits")
+        size = logits.vocabulary * _FLOAT_BYTES
+        if logits.first != self._told or size <= 0 or not content or len(content) % size:
+            raise not_understood("logits out of order, or of part of a token")
+        self._told += len(content) // size
+        return Delta(tokens=0, logits=LogitsPart(logits.first, logits.vocabulary, content))
+
+    def _end(self, content: bytes, meta: wire_meta.Meta, accepted: Accepted) -> Delta:
+        usage = meta.usage
+        if content or meta.finish_reason is None or usage is None or meta.index:
+            raise not_understood("neither logits nor their end")
+        if self._told != accepted.prompt_tokens:
+            raise not_understood(f"logits of {self._told} of {accepted.prompt_tokens} tokens")
+        self._ended = True
+        return Delta(tokens=0, finish_reason=meta.finish_reason, usage=_usage(usage, meta.queue_s))
+
+
+def _usage(usage: wire_meta.Usage, queue_s: float | None) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        queue_s=queue_s,
+    )
+
+
+def _read_accepted(content: str | bytes, meta: wire_meta.Meta) -> Accepted:
     """Read the first response, which holds only `accepted`."""
     if meta.accepted is None or content or meta != wire_meta.Meta(accepted=meta.accepted):
         raise not_understood("it does not begin with accepted alone")
@@ -350,13 +392,13 @@ def _utf8(values: list[int]) -> bytes:
         raise not_understood("a token's bytes are not bytes") from error
 
 
-def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]:
+def read(response: Response) -> tuple[str, wire_meta.Meta]:
     """Return the text and the document of one response.
 
     Raises:
         UpstreamProtocolError: it has no such outputs, or they cannot be understood.
     """
-    content, meta = read_content(response)
+    content, meta = _read_content(response)
     if meta.logits is not None:
         raise not_understood("logits that were not requested")
     try:
@@ -365,7 +407,7 @@ def read(response: service_pb2.ModelInferResponse) -> tuple[str, wire_meta.Meta]
         raise not_understood(str(error)) from error
 
 
-def read_content(response: service_pb2.ModelInferResponse) -> tuple[bytes, wire_meta.Meta]:
+def _read_content(response: Response) -> tuple[bytes, wire_meta.Meta]:
     """Return what one response has, text in UTF-8 or logits, and its document.
 
     Raises:

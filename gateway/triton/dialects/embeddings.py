@@ -7,7 +7,7 @@ and an output of numbers whose name has "embed" in it.
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import Final, NoReturn
 
@@ -39,7 +39,7 @@ def of_vllm(inputs: Collection[str]) -> Embedder | None:
             document["pooling_params"] = {"dimensions": [embedding.dimensions]}
         tensors.text("text_input", "")  # which the model must have, and does not read
         tensors.text(_REQUEST, json.dumps(document, ensure_ascii=False))
-        tensors.numbers("return_num_input_tokens", "BOOL", True)  # noqa: FBT003 - a tensor's value
+        tensors.flags("return_num_input_tokens")
         return message
 
     def read(embedding: Embedding, responses: Sequence[Response]) -> Vector:
@@ -56,54 +56,45 @@ def of_vllm(inputs: Collection[str]) -> Embedder | None:
     return Embedder(request, read)
 
 
-def plain_model(
-    metadata: service_pb2.ModelMetadataResponse,
-) -> Callable[[Vocabulary | None], Dialect] | None:
-    """Return what makes the dialect of a plain embedding model, given its tokenizer; None: it is none.
-
-    Raises (the returned function) UpstreamProtocolError: there is no tokenizer, so tokens cannot be counted.
-    """
+def vector_output(metadata: service_pb2.ModelMetadataResponse) -> str | None:
+    """Return the name of the output of a plain embedding model; None: it is none."""
     named = [each for each in metadata.outputs if "embed" in each.name.lower()]
     vectors = [each.name for each in named if each.datatype in _NUMBERS]
     if len(metadata.inputs) != 1 or metadata.inputs[0].datatype != "BYTES" or len(vectors) != 1:
         return None
-    given, output = metadata.inputs[0], vectors[0]
+    return str(vectors[0])
 
-    def dialect(vocabulary: Vocabulary | None) -> Dialect:
-        if vocabulary is None:
-            raise UpstreamProtocolError(
-                f"the model entry {metadata.name!r} counts no tokens: "
-                f"set `tokenizers` to {metadata.name}=FOLDER"
-            )
 
-        def request(embedding: Embedding) -> Request:
-            if isinstance(embedding.prompt, TokenIds):
-                raise InvalidRequestError("The model takes text only.", param="input")
-            if embedding.dimensions is not None:
-                raise InvalidRequestError("The model's vectors have one length.", param="dimensions")
-            message = Request(model_name=embedding.model, id=embedding.request_id)
-            message.inputs.add(name=given.name, datatype="BYTES", shape=[1] * len(given.shape))
-            message.raw_input_contents.append(pack_strings([embedding.prompt.text.encode()]))
-            message.outputs.add(name=output)
-            return message
+def plain_model(metadata: service_pb2.ModelMetadataResponse, output: str, vocabulary: Vocabulary) -> Dialect:
+    """Return the dialect of a plain embedding model, whose tokens `vocabulary` counts."""
+    given = metadata.inputs[0]
 
-        def read(embedding: Embedding, responses: Sequence[Response]) -> Vector:
-            response = _only(responses)
-            values = outputs(response).get(output, [])
-            if not values or prod(response.outputs[0].shape[:-1]) != 1:
-                raise UpstreamProtocolError("The model's answer is not one vector.")
-            text = getattr(embedding.prompt, "text", "")
-            return Vector(values=values, tokens=vocabulary.count_prompt(text))
+    def request(embedding: Embedding) -> Request:
+        if isinstance(embedding.prompt, TokenIds):
+            raise InvalidRequestError("The model takes text only.", param="input")
+        if embedding.dimensions is not None:
+            raise InvalidRequestError("The model's vectors have one length.", param="dimensions")
+        message = Request(model_name=embedding.model, id=embedding.request_id)
+        message.inputs.add(name=given.name, datatype="BYTES", shape=[1] * len(given.shape))
+        message.raw_input_contents.append(pack_strings([embedding.prompt.text.encode()]))
+        message.outputs.add(name=output)
+        return message
 
-        return Dialect(
-            inputs=frozenset({given.name}),
-            request=_refuse,
-            decoder=_refuse,
-            embedder=Embedder(request, read),
-            heartbeats=False,
-        )
+    def read(embedding: Embedding, responses: Sequence[Response]) -> Vector:
+        response = _only(responses)
+        values = outputs(response).get(output, [])
+        if not values or prod(response.outputs[0].shape[:-1]) != 1:
+            raise UpstreamProtocolError("The model's answer is not one vector.")
+        text = getattr(embedding.prompt, "text", "")
+        return Vector(values=values, tokens=vocabulary.count_prompt(text))
 
-    return dialect
+    return Dialect(
+        inputs=frozenset({given.name}),
+        request=_refuse,
+        decoder=_refuse,
+        embedder=Embedder(request, read),
+        heartbeats=False,
+    )
 
 
 def _only(responses: Sequence[Response]) -> Response:

@@ -46,10 +46,6 @@ def as_text(generation: Generation, inputs: Collection[str], model: ModelText) -
     return model.render(generation.prompt, generation.prompt_field, count=count)
 
 
-def _no_embedder(_inputs: Collection[str]) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """One backend's tensors, for any model of it."""
@@ -69,8 +65,8 @@ class Contract:
     """Returns a prompt as the model takes it. Raises InvalidRequestError: it takes no such prompt."""
     tokens: Callable[[ModelText, Tokenization], Tokens] = ModelText.tokens
     """Counts tokens as the model does, here. Raises InvalidRequestError: it cannot be done."""
-    embedder: Callable[[Collection[str]], Embedder | None] = _no_embedder
-    """Returns what embeds with a model that has these inputs."""
+    embedder: Callable[[Collection[str]], Embedder | None] | None = None
+    """Returns what embeds with a model that has these inputs; None: nothing does."""
     ids: bool = False
     """It takes token ids only."""
     images: str | None = None
@@ -106,9 +102,7 @@ class Contract:
             refuse_others(generation, self.supported)
             if self.images not in inputs:
                 refuse_images(generation.prompt, "The model takes no images.")
-            if is_short(generation.prompt):
-                return rendered(generation)
-            return await asyncio.to_thread(rendered, generation)
+            return await off_the_loop(rendered, generation)
 
         def request(generation: Generation, _report: ModelReport, _remaining_s: float) -> Request:
             return self.write(generation, _prompt_of(generation), inputs, model)
@@ -126,7 +120,7 @@ class Contract:
             request=request,
             decoder=decoder,
             tokens=tokens,
-            embedder=self.embedder(inputs),
+            embedder=None if self.embedder is None else self.embedder(inputs),
             adapters=self.adapters,
             counts_at_end=model.thinks or _COUNTS_ANSWER not in inputs,
             heartbeats=False,
@@ -140,8 +134,14 @@ def _prompt_of(generation: Generation) -> RenderedPrompt:
     return cast("RenderedPrompt", generation.prompt)
 
 
-def is_short(prompt: Prompt) -> bool:
-    """Whether it takes so little time to render and count that a thread would take more."""
+async def off_the_loop(render: Callable[[Generation], Generation], generation: Generation) -> Generation:
+    """Return what `render` makes of a generation: on a thread, unless that would take longer than it does."""
+    if _is_short(generation.prompt):
+        return render(generation)
+    return await asyncio.to_thread(render, generation)
+
+
+def _is_short(prompt: Prompt) -> bool:
     if isinstance(prompt, Conversation):
         messages = prompt.messages
         return (
@@ -179,6 +179,15 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
             raise InvalidRequestError(f"The model's backend does not have {public!r}.", param=public)
     if generation.max_tokens == 0:
         raise InvalidRequestError("The model's backend generates at least one token.", param="max_tokens")
+    refuse_strict_tools(generation, "The model's backend cannot enforce strict tools.")
+
+
+def refuse_strict_tools(generation: Generation, reason: str) -> None:
+    """Refuse tools whose calls would have to be enforced.
+
+    Raises:
+        InvalidRequestError: for `reason`; it names the tools.
+    """
     offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
     if offer is not None and offer.choice != "none" and any(tool.strict for tool in offer.tools):
-        raise InvalidRequestError("The model's backend cannot enforce strict tools.", param=offer.field)
+        raise InvalidRequestError(reason, param=offer.field)

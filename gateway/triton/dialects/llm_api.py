@@ -12,14 +12,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final, cast
 
-from gateway.core.events import Event
 from gateway.core.request import Conversation, Generation
 from gateway.errors import InvalidRequestError
-from gateway.triton.dialects.base import Request, Response
+from gateway.triton.dialects.base import Request
 from gateway.triton.dialects.foreign import Contract, as_text
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
-from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder, limit_of
+from gateway.triton.dialects.tensors import Tensors
+from gateway.triton.dialects.text_answer import TextOutputs, limit_of
 
 _NUMBERS: Final = {
     "temperature": "FP32",
@@ -33,8 +32,6 @@ _NUMBERS: Final = {
     "seed": "UINT64",
 }
 """Datatypes of the parameters that are numbers, by their names here and after `sampling_param_`."""
-_UNENDED: Final = "None"
-"""What it sends as finish reason until there is one."""
 _IMAGES: Final = "image_url"
 _SUPPORTED: Final = (*_NUMBERS, "max_tokens", "stop", "priority")
 
@@ -63,8 +60,7 @@ def _write(
     if prompt.images:
         tensors.text(_IMAGES, *(image.url for image in prompt.images))
     tensors.numbers("streaming", "BOOL", generation.stream)
-    for name in ("return_finish_reason", "sampling_param_exclude_input_from_output"):
-        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.flags("return_finish_reason", "sampling_param_exclude_input_from_output")
     tensors.numbers("sampling_param_max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.parameters(generation, _NUMBERS, lambda name: ("sampling_param_" + name,))
     if generation.stop:
@@ -72,35 +68,17 @@ def _write(
     return message
 
 
-class _Answer(TextDecoder):
-    """Reads responses: each has the text so far, or more of it."""
-
-    def __init__(
-        self, generation: Generation, prompt: RenderedPrompt, _inputs: Collection[str], model: ModelText
-    ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
-        self._growth = Growth()
-
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
-        found = outputs(response)
-        events = self._answer.accept()
-        text = self._growth.push("".join(found.get("text_output", [])))
-        reason = (found.get("finish_reason") or [_UNENDED])[0] or _UNENDED
-        if reason != _UNENDED:
-            text += self._growth.end()
-        return events + self._answer.take(News(text=text, finish=None if reason == _UNENDED else reason))
-
-    def end(self) -> list[Event]:
-        """See `AnswerDecoder.end`."""
-        return self._answer.rest(self._growth.end()) + self._answer.end()
+def _answer(
+    generation: Generation, prompt: RenderedPrompt, _inputs: Collection[str], model: ModelText
+) -> TextOutputs:
+    return TextOutputs(generation, model, prompt, before="", cut_stops=True, limit=limit_of(generation))
 
 
 CONTRACT: Final = Contract(
     inputs=frozenset({"text_input", "sampling_param_max_tokens"}),
     supported=_SUPPORTED,
     write=_write,
-    answer=_Answer,
+    answer=_answer,
     prompt=_prompt,
     images=_IMAGES,
     streams=None,

@@ -164,11 +164,7 @@ class ModelText:
             InvalidRequestError: there is no template, or it cannot express the conversation.
         """
         if self.template is None:
-            raise InvalidRequestError(
-                "The gateway has no chat template of this model: use completions, or set `tokenizers`"
-                " to a folder with one.",
-                param="messages",
-            )
+            raise no_template()
         offer = prompt.offer
         if offer is not None and self.style is None:
             raise InvalidRequestError(self.no_style, param=offer.field)
@@ -242,6 +238,15 @@ class ModelText:
         if not tokenization.strings or self.vocabulary is None:
             return None
         return [self.vocabulary.decode([each]) for each in ids]
+
+
+def no_template() -> InvalidRequestError:
+    """Return the error for a conversation with a model whose format nobody knows."""
+    return InvalidRequestError(
+        "The gateway has no chat template of this model: use completions, or set `tokenizers`"
+        " to a folder with one.",
+        param="messages",
+    )
 
 
 def _marks_of(style: CallStyle) -> set[str]:

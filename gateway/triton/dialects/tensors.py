@@ -59,6 +59,11 @@ class Tensors:
             ) from None
         return self._put(name, datatype, len(values), raw)
 
+    def flags(self, *names: str) -> bool:
+        """Write true to each of these inputs; return whether the model has them all."""
+        has = [self._put(name, "BOOL", 1, b"\x01") for name in names]
+        return all(has)
+
     def words(self, name: str, words: Sequence[Sequence[int]]) -> bool:
         """Write words, at least one, as TensorRT-LLM reads them: their ids in a row, above each word's end.
 

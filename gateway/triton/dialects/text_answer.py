@@ -3,9 +3,9 @@
 What a backend does not report is counted or inferred here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from gateway.chat.marked import MarkedText
 from gateway.chat.marked_choice import VisibleTokens
@@ -13,7 +13,9 @@ from gateway.chat.styles import possible_beginning
 from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, Reasoning, TokenLogprob, Usage
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
+from gateway.triton.dialects.base import Response
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.tensors import outputs
 
 _DEFAULT_MAX_TOKENS: Final = 1024
 """Of an answer whose request sets no limit, where a backend demands one."""
@@ -63,16 +65,17 @@ class Growth:
     held back until the next response tells.
 
     Args:
-        before: what all of the text so far may begin with, and is none of the choice: the prompt.
+        before: what all of the text so far may begin with, and is none of the choice: the prompt. None: each
+            response has more of the text, never all of it.
     """
 
     _CERTAIN = 16
     """No delta begins by chance with so many characters that came before."""
 
-    def __init__(self, before: str = "") -> None:
-        self._before = before
+    def __init__(self, before: str | None = "") -> None:
+        self._before = before or ""
         self._held = ""
-        self._cumulative: bool | None = None
+        self._cumulative: bool | None = None if before is not None else False
 
     def push(self, text: str) -> str:
         """Return what is new, as far as it is certain."""
@@ -97,19 +100,8 @@ class Growth:
         return "" if self._cumulative is not None else self._held.removeprefix(self._before)
 
 
-class TextDecoder:
-    """What the decoders of text backends share: see `gateway.triton.dialects.base.AnswerDecoder`."""
-
-    _answer: "TextAnswer"
-
-    @property
-    def over(self) -> bool:
-        """See `AnswerDecoder.over`."""
-        return self._answer.over
-
-
 class TextAnswer:
-    """The answer of a text backend, made into events.
+    """The answer of a text backend, made into events; how a response is read, each backend's own class says.
 
     Args:
         generation: the request.
@@ -139,7 +131,7 @@ class TextAnswer:
 
     @property
     def over(self) -> bool:
-        """Whether every choice has ended with the only call that it may have."""
+        """See `AnswerDecoder.over`: whether every choice has ended with the only call that it may have."""
         return all(choice.marks.over for choice in self._choices)
 
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:
@@ -273,6 +265,59 @@ class TextAnswer:
         return self._model.vocabulary.count("".join(choice.raw))
 
 
+class TextOutputs(TextAnswer):
+    """Reads the outputs that text backends have in common, those of them that a model has.
+
+    `text_output` has a text for each choice, `num_input_tokens` a count of the prompt's tokens;
+    `num_output_tokens` and `finish_reason` tell of each text.
+
+    Args:
+        before: as for `Growth`.
+        answer: what a `TextAnswer` takes.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        model: ModelText,
+        prompt: RenderedPrompt,
+        *,
+        before: str | None,
+        **answer: Any,
+    ) -> None:
+        super().__init__(generation, model, prompt, **answer)
+        self._growths = [Growth(before) for _ in self._choices]
+
+    def decode(self, response: Response) -> list[Event]:
+        """See `AnswerDecoder.decode`."""
+        found = outputs(response)
+        events = self.accept(next(iter(found.get("num_input_tokens", ())), None))
+        counts, reasons = found.get("num_output_tokens", []), found.get("finish_reason", [])
+        for index, text in enumerate(found.get("text_output", [])):
+            self._choice(index)
+            reason = reasons[index] if index < len(reasons) and reasons[index] not in _UNENDED else None
+            new = self._growths[index].push(text)
+            news = News(
+                text=new if reason is None else new + self._growths[index].end(),
+                index=index,
+                tokens=counts[index] if index < len(counts) else None,
+                finish=reason,
+                logprobs=self.logprobs_in(found, index),
+            )
+            events += self.take(news)
+        return events
+
+    def logprobs_in(self, found: Mapping[str, Sequence[Any]], index: int) -> tuple[TokenLogprob, ...] | None:
+        """Return a text's log-probabilities, which each backend that has some reports in its own way."""
+
+    def end(self) -> list[Event]:
+        """See `AnswerDecoder.end`."""
+        held = [self.rest(growth.end(), index) for index, growth in enumerate(self._growths)]
+        return [event for events in held for event in events] + super().end()
+
+
+_UNENDED: Final = frozenset({"None", ""})
+"""What they send as finish reason until there is one."""
 _FINISHES: Final[Mapping[str, FinishReason]] = cast(
     "Mapping[str, FinishReason]",
     {"stop": "stop", "length": "length", "timeout": "length", "end_id": "stop"},

@@ -10,14 +10,13 @@ Names changed between releases: both are known here, and those that the model ha
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from gateway.core.events import Event
 from gateway.core.request import Generation, Grammar
 from gateway.errors import InvalidRequestError
-from gateway.triton.dialects.base import Request, Response
+from gateway.triton.dialects.base import Request
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
-from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder, limit_of
+from gateway.triton.dialects.tensors import Tensors
+from gateway.triton.dialects.text_answer import TextOutputs, limit_of
 
 NUMBERS: Final = {
     "temperature": "FP32",
@@ -54,8 +53,7 @@ def _write(
     tensors.text("text_input", prompt.text)
     tensors.numbers("max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("stream", "BOOL", generation.stream)
-    for name in ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens"):
-        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.flags("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
     tensors.parameters(generation, NUMBERS, names_of)
     for name, words in (("stop_words", generation.stop), ("bad_words", generation.bad_words)):
         if words and not tensors.text(name, *words) and name == "bad_words":
@@ -83,32 +81,16 @@ def constrain(tensors: Tensors, grammar: Grammar) -> None:
         tensors.text("guided_decoding_guide", grammar.text)
 
 
-class _Answer(TextDecoder):
-    """Reads responses: each has more of the text, or all of it so far."""
-
-    def __init__(
-        self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
-    ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
-        self._growth = Growth("" if "exclude_input_in_output" in inputs else prompt.text)
-
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
-        found = outputs(response)
-        prompt_tokens = found.get("num_input_tokens") or [None]
-        events = self._answer.accept(prompt_tokens[0])
-        text = self._growth.push("".join(found.get("text_output", [])))
-        counts = found.get("num_output_tokens") or [None]
-        return events + self._answer.take(News(text=text, tokens=counts[0]))
-
-    def end(self) -> list[Event]:
-        """See `AnswerDecoder.end`."""
-        return self._answer.rest(self._growth.end()) + self._answer.end()
+def _answer(
+    generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
+) -> TextOutputs:
+    before = "" if "exclude_input_in_output" in inputs else prompt.text
+    return TextOutputs(generation, model, prompt, before=before, cut_stops=True, limit=limit_of(generation))
 
 
 CONTRACT: Final = Contract(
     inputs=frozenset({"text_input", "max_tokens"}),
     supported=_SUPPORTED,
     write=_write,
-    answer=_Answer,
+    answer=_answer,
 )

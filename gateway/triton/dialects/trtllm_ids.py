@@ -20,7 +20,7 @@ from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import News, TextAnswer, TextDecoder, limit_of
+from gateway.triton.dialects.text_answer import News, TextAnswer, limit_of
 
 _SUPPORTED: Final = (
     *trtllm.NUMBERS, "max_tokens", "stop", "stop_token_ids", "bad_words", "include_stop", "ignore_eos",
@@ -47,7 +47,7 @@ def _write(
     tensors.numbers("request_output_len", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("beam_width", "INT32", 1)
     tensors.numbers("streaming", "BOOL", generation.stream)
-    tensors.numbers("exclude_input_in_output", "BOOL", True)  # noqa: FBT003 - a tensor's value
+    tensors.flags("exclude_input_in_output")
     for end in [_NO_END] if generation.ignore_eos else vocabulary.ends[:1]:
         tensors.numbers("end_id", "INT32", end)
     if vocabulary.pad is not None:
@@ -73,20 +73,18 @@ def _words(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
     return [ids for text in texts if (ids := vocabulary.encode(text, rendered=True))]
 
 
-class _Answer(TextDecoder):
+class _Answer(TextAnswer):
     """Reads responses: each has more ids."""
 
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
     ) -> None:
         vocabulary = model.required_vocabulary()
-        self._generation = generation
-        self._prompt = prompt.ids
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
+        super().__init__(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
         self._text = vocabulary.stream(special=generation.show_special)
         self._ends = set() if generation.ignore_eos else set(vocabulary.ends)
-        self._stops = set(generation.stop_token_ids)
-        self._stopped_by: int | None = None
+        self._stop_ids = set(generation.stop_token_ids)
+        self._stopped_by_id: int | None = None
         """The request's stop id that the answer came to."""
         self._repeats = not generation.stream and "exclude_input_in_output" not in inputs
         """Whether the ids may begin with the prompt's: the model's configuration says so, not the request."""
@@ -96,34 +94,35 @@ class _Answer(TextDecoder):
         found = outputs(response)
         lengths = found.get("sequence_length", [])
         ids = tuple(found.get("output_ids", [])[: lengths[0] if lengths else None])
-        if self._repeats and ids[: len(self._prompt)] == self._prompt:
-            ids = ids[len(self._prompt) :]
-        return [*self._accept(), *self._take(ids)]
+        prompt = self._prompt.ids
+        if self._repeats and ids[: len(prompt)] == prompt:
+            ids = ids[len(prompt) :]
+        return [*self.accept(), *self._take(ids)]
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        events = [*self._accept(), *self._answer.rest(self._text.end())]
-        events += self._answer.end()
+        events = [*self.accept(), *self.rest(self._text.end()), *super().end()]
         if isinstance(last := events[-1], Delta) and last.stop_reason is None:
-            events[-1] = structs.replace(last, stop_reason=self._stopped_by)
+            events[-1] = structs.replace(last, stop_reason=self._stopped_by_id)
         return events
 
-    def _accept(self) -> list[Event]:
-        events = self._answer.accept()
+    def accept(self, prompt_tokens: int | None = None) -> list[Event]:
+        """See `TextAnswer.accept`; with the prompt's ids, if requested."""
+        events, ids = super().accept(prompt_tokens), self._prompt.ids
         if events and self._generation.return_token_ids:
-            return [Accepted(prompt_tokens=len(self._prompt), prompt_token_ids=(self._prompt,))]
+            return [Accepted(prompt_tokens=len(ids), prompt_token_ids=(ids,))]
         return events
 
     def _take(self, ids: tuple[int, ...]) -> list[Event]:
-        stop = next((id_ for id_ in ids if id_ in self._stops or id_ in self._ends), None)
+        stop = next((id_ for id_ in ids if id_ in self._stop_ids or id_ in self._ends), None)
         shown = ids
         if stop is not None:
             at = ids.index(stop)
             ids, shown = ids[: at + 1], ids[: at + self._generation.include_stop]
         text = self._text.push(shown) + (self._text.end() if stop is not None else "")
-        events = self._answer.take(News(text=text, tokens=len(ids), finish=None if stop is None else "stop"))
-        if stop in self._stops and events:
-            self._stopped_by = stop
+        events = self.take(News(text=text, tokens=len(ids), finish=None if stop is None else "stop"))
+        if stop in self._stop_ids and events:
+            self._stopped_by_id = stop
         if self._generation.return_token_ids and events and isinstance(last := events[-1], Delta):
             events[-1] = structs.replace(last, token_ids=ids)
         return events

@@ -11,15 +11,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from gateway.core.events import Event, TokenLogprob, TopLogprob
+from gateway.core.events import TokenLogprob, TopLogprob
 from gateway.core.request import Generation, Grammar
 from gateway.errors import InvalidRequestError
 from gateway.triton.dialects import embeddings
-from gateway.triton.dialects.base import Request, Response
+from gateway.triton.dialects.base import Request
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
-from gateway.triton.dialects.tensors import Tensors, outputs
-from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, TextDecoder
+from gateway.triton.dialects.tensors import Tensors
+from gateway.triton.dialects.text_answer import TextOutputs
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 
 _SAME: Final = (
@@ -41,8 +41,6 @@ _GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice",
 """Fields of vLLM's StructuredOutputsParams by the kinds of grammars."""
 _EXCLUDES: Final = "exclude_input_in_output"
 _IMAGES: Final = "image"
-_UNENDED: Final = "None"
-"""What the backend sends as finish reason until there is one."""
 
 
 def _write(
@@ -57,10 +55,8 @@ def _write(
     if prompt.images:
         tensors.text(_IMAGES, *(image.data for image in prompt.images))
     tensors.text("sampling_parameters", json.dumps(_parameters(generation), ensure_ascii=False))
-    tensors.numbers(_EXCLUDES, "BOOL", True)  # noqa: FBT003 - a tensor's value
-    for name in _REPORTS:
-        tensors.numbers(name, "BOOL", True)  # noqa: FBT003 - as above
-    if generation.logprobs is not None and not tensors.numbers("return_logprobs", "BOOL", True):  # noqa: FBT003
+    tensors.flags(_EXCLUDES, *_REPORTS)
+    if generation.logprobs is not None and not tensors.flags("return_logprobs"):
         raise InvalidRequestError("The model's backend has no log-probabilities.", param="logprobs")
     return message
 
@@ -89,49 +85,22 @@ def _structured(grammar: Grammar) -> dict[str, Any]:
     return {_GRAMMARS[grammar.kind]: text}
 
 
-class _Answer(TextDecoder):
+class _Answer(TextOutputs):
     """Reads responses: one a step where they stream, else one with everything."""
 
     def __init__(
         self, generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], model: ModelText
     ) -> None:
-        self._answer = TextAnswer(generation, model, prompt, cut_stops=False, limit=generation.max_tokens)
-        self._logprobs = generation.logprobs
-        repeats = _EXCLUDES not in inputs
-        self._growths = [Growth(prompt.text) for _ in range(generation.n)] if repeats else []
-        """Of the choices, where they may begin with the prompt."""
+        before = None if _EXCLUDES in inputs else prompt.text
+        limit = generation.max_tokens
+        super().__init__(generation, model, prompt, before=before, cut_stops=False, limit=limit)
 
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
-        found = outputs(response)
-        prompt_tokens = found.get("num_input_tokens") or [None]
-        events = self._answer.accept(prompt_tokens[0])
-        texts = found.get("text_output", [])
-        reasons, counts = found.get("finish_reason", []), found.get("num_output_tokens", [])
-        for index, text in enumerate(texts):
-            reason = reasons[index] if index < len(reasons) else None
-            logprobs = found.get("logprobs", [])
-            events += self._answer.take(
-                News(
-                    text=self._growths[index].push(text) if index < len(self._growths) else text,
-                    index=index,
-                    tokens=counts[index] if index < len(counts) else None,
-                    finish=None if reason == _UNENDED else reason,
-                    logprobs=self._read_logprobs(logprobs[index] if index < len(logprobs) else ""),
-                )
-            )
-        return events
-
-    def end(self) -> list[Event]:
-        """See `AnswerDecoder.end`."""
-        held = [self._answer.rest(growth.end(), index) for index, growth in enumerate(self._growths)]
-        return [event for events in held for event in events] + self._answer.end()
-
-    def _read_logprobs(self, document: str) -> tuple[TokenLogprob, ...] | None:
+    def logprobs_in(self, found: Mapping[str, Sequence[Any]], index: int) -> tuple[TokenLogprob, ...] | None:
         """Read a JSON list with an object for each token: the sampled one's entry comes first."""
-        if self._logprobs is None or not document:
+        documents, count = found.get("logprobs", []), self._generation.logprobs
+        if count is None or index >= len(documents) or not documents[index]:
             return None
-        return tuple(_logprob(each, self._logprobs) for each in json.loads(document) or ())
+        return tuple(_logprob(each, count) for each in json.loads(documents[index]) or ())
 
 
 def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:

@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.metrics import BulkHistogram, Metrics
+from gateway.telemetry.metrics import BulkHistogram, Metrics, UpstreamState
 from gateway.triton.backends import Outcome
 
 CONTRACT = {
@@ -22,6 +22,8 @@ CONTRACT = {
     "upstream_errors": {"model", "upstream", "code"},
     "resumed": {"model"},
     "upstream_healthy": {"model", "upstream"},
+    "upstream_requests_waiting": {"model", "upstream"},
+    "upstream_kv_usage_ratio": {"model", "upstream"},
     "upstream_lookups": {"upstream", "outcome"},
     "model_loads": {"model", "upstream", "outcome"},
     "model_load_seconds": {"model"},
@@ -36,6 +38,9 @@ def test_names_and_labels_are_the_contract() -> None:
     for value in vars(metrics).values():
         if labels := getattr(value, "_labelnames", None):
             value.labels(*labels)
+    metrics.upstreams.look = lambda: [
+        UpstreamState(model="m", upstream="h:1", healthy=True, waiting=0, kv_usage=0.0)
+    ]
     metrics.inter_token_latency.labels("m").observe(0.1)
     found = {
         family.name.removeprefix("tritongate_"): set(family.samples[0].labels) - {"le"}
@@ -47,8 +52,8 @@ def test_names_and_labels_are_the_contract() -> None:
 
 def test_what_upstreams_report() -> None:
     metrics = Metrics()
-    metrics.upstream_error("m", "h:1", "silent")
-    metrics.upstream_health("m", "h:1", healthy=True)
+    metrics.upstream_errors.labels("m", "h:1", "silent").inc()
+    metrics.upstreams.look = lambda: [UpstreamState(model="m", upstream="h:1", healthy=True)]
     text = metrics.render().decode()
     assert 'tritongate_upstream_errors_total{code="silent",model="m",upstream="h:1"} 1.0' in text
     assert 'tritongate_upstream_healthy{model="m",upstream="h:1"} 1.0' in text
@@ -69,21 +74,17 @@ def test_nothing_is_left_of_an_upstream_that_left() -> None:
     metrics = Metrics()
     for upstream in ("h:1", "h:2"):
         for model in ("m", "n"):
-            metrics.upstream_health(model, upstream, healthy=True)
-            metrics.upstream_error(model, upstream, "silent")
-            metrics.upstream_error(model, upstream, "internal")
+            metrics.upstream_errors.labels(model, upstream, "silent").inc()
+            metrics.upstream_errors.labels(model, upstream, "internal").inc()
         metrics.model_loaded("m", upstream, 2.5, failed=False)
         metrics.model_loaded("m", upstream, 1.0, failed=True)
-        metrics.model_unloaded("m", upstream, "idle")
+        metrics.model_unloads.labels("m", upstream, "idle").inc()
     assert metrics.registry.get_sample_value("tritongate_model_load_seconds_sum", {"model": "m"}) == 5
-    metrics.upstream_left("h:1")
-    text = metrics.render().decode()
-    assert 'upstream_healthy{model="m",upstream="h:1"}' not in text
-    assert text.count('upstream="h:1"') == 7  # errors and loads, until Prometheus has read them
+    assert metrics.render().decode().count('upstream="h:1"') == 7
     metrics.upstream_forgotten("h:1")
     text = metrics.render().decode()
     assert 'upstream="h:1"' not in text
-    assert text.count('upstream="h:2"') == 9
+    assert text.count('upstream="h:2"') == 7
 
 
 def test_apps_share_nothing() -> None:

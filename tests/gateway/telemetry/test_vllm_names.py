@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.metrics import EngineLoad, EngineLoads, Metrics, Place, WorkerMetrics
+from gateway.telemetry.metrics import Metrics, Place, UpstreamState, WorkerMetrics
 from tests.gateway.fake_upstream import FakeUpstream, say_choices
 from tests.gateway.serving import in_process
 
@@ -24,10 +24,10 @@ def of(samples: Samples, name: str, **labels: str) -> float | None:
     return samples.get(("vllm:" + name, frozenset(labels.items())))
 
 
-def busy(number: int, *loads: EngineLoad, vllm_names: bool = True) -> Metrics:
+def busy(number: int, *states: UpstreamState, vllm_names: bool = True) -> Metrics:
     """Metrics of the process with that number, which has done something."""
     metrics = Metrics(vllm_names=vllm_names)
-    metrics.registry.register(EngineLoads(lambda: loads))
+    metrics.upstreams.look = lambda: states
     metrics.waiting.labels("m").set(2)
     metrics.in_flight.labels("m").set(10)
     for route, seconds in (("/v1/chat/completions", 1), ("/v1/responses", 2), ("/tokenize", 4)):
@@ -40,9 +40,9 @@ def busy(number: int, *loads: EngineLoad, vllm_names: bool = True) -> Metrics:
     return metrics
 
 
-A = EngineLoad(model="m", upstream="a:1", waiting=3, kv_usage=0.5)
-B = EngineLoad(model="m", upstream="b:1", waiting=1, kv_usage=0.25)
-MUTE = EngineLoad(model="m", upstream="c:1", waiting=None, kv_usage=None)
+A = UpstreamState(model="m", upstream="a:1", healthy=True, waiting=3, kv_usage=0.5)
+B = UpstreamState(model="m", upstream="b:1", healthy=True, waiting=1, kv_usage=0.25)
+MUTE = UpstreamState(model="m", upstream="c:1", healthy=True)
 
 
 def test_only_on_request() -> None:
@@ -75,13 +75,15 @@ def test_engines_that_do_not_tell() -> None:
 
 
 def test_more_wait_than_are_this_gateways() -> None:
-    samples = read(busy(0, EngineLoad(model="m", upstream="a:1", waiting=99, kv_usage=1.0)).render())
+    samples = read(
+        busy(0, UpstreamState(model="m", upstream="a:1", healthy=True, waiting=99, kv_usage=1.0)).render()
+    )
     assert of(samples, "num_requests_running", model_name="m") == 0
 
 
 def test_a_model_is_there_before_its_first_request() -> None:
     metrics = Metrics(vllm_names=True)
-    metrics.upstream_health("m", "a:1", healthy=True)
+    metrics.upstreams.look = lambda: [UpstreamState(model="m", upstream="a:1", healthy=True)]
     samples = read(metrics.render())
     assert of(samples, "num_requests_waiting", model_name="m") == 0
     assert of(samples, "num_requests_running", model_name="m") == 0

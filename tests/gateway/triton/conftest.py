@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from prometheus_client import Counter as Metric
 
+from gateway.telemetry.metrics import Metrics
 from gateway.triton import channel as delta_channel
+from gateway.triton.options import HealthPolicy, PoolOptions
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import HealthPolicy, ReplicaState
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver
 from tests.gateway.triton.fake_triton import FakeTriton, until
@@ -51,40 +54,35 @@ def fake(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> FakeChannels:
 
 
 class Observer:
+    """What pools have counted, by the labels of each metric in their order."""
+
     def __init__(self) -> None:
-        self.healthy: dict[tuple[str, str], bool] = {}
-        self.errors: list[tuple[str, str, str]] = []
-        self.resumes: list[str] = []
-        self.forgotten: list[str] = []
-        self.lookups: Counter[tuple[str, str]] = Counter()
-        self.loads: list[str] = []
-        self.unloads: list[tuple[str, str]] = []
+        self.metrics = Metrics()
 
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        self.healthy[model, upstream] = healthy
+    @property
+    def errors(self) -> list[tuple[str, ...]]:
+        return list(_series(self.metrics.upstream_errors).elements())
 
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        self.errors.append((model, upstream, code))
+    @property
+    def resumes(self) -> list[tuple[str, ...]]:
+        return list(_series(self.metrics.resumes).elements())
 
-    def resumed(self, model: str) -> None:
-        self.resumes.append(model)
+    @property
+    def lookups(self) -> Counter[tuple[str, ...]]:
+        return +_series(self.metrics.upstream_lookups)
 
-    def model_loaded(self, model: str, upstream: str, seconds: float, *, failed: bool) -> None:
-        self.loads.append(model)
+    @property
+    def loads(self) -> list[tuple[str, ...]]:
+        return list(_series(self.metrics.model_loads).elements())
 
-    def model_unloaded(self, model: str, upstream: str, reason: str) -> None:
-        self.unloads.append((model, reason))
+    @property
+    def unloads(self) -> list[tuple[str, ...]]:
+        return list(_series(self.metrics.model_unloads).elements())
 
-    def upstream_left(self, upstream: str) -> None:
-        for model, left in list(self.healthy):
-            if left == upstream:
-                del self.healthy[model, upstream]
 
-    def upstream_forgotten(self, upstream: str) -> None:
-        self.forgotten.append(upstream)
-
-    def upstream_lookup(self, upstream: str, outcome: str) -> None:
-        self.lookups[upstream, outcome] += 1
+def _series(metric: Metric) -> Counter[tuple[str, ...]]:
+    (family,) = metric.collect()
+    return Counter({tuple(sample.labels.values()): int(sample.value) for sample in family.samples})
 
 
 @pytest.fixture
@@ -99,13 +97,11 @@ async def serve(observer: Observer) -> AsyncIterator[Callable[..., Awaitable[Tri
 
         async def start(*tritons: Any, ready: bool = True, **options: Any) -> TritonUpstream:
             names = options.pop("names", [])
-            options = {
-                "models": ["m"],
-                "health": FAST,
-                "observer": observer,
-                "idle_timeout_s": 20,
-            } | options
-            pool = TritonUpstream(upstreams=[*(triton.address for triton in tritons), *names], **options)
+            chosen = PoolOptions(
+                **{"models": ["m"], "health": FAST, "metrics": observer.metrics, "idle_timeout_s": 20}
+                | options
+            )
+            pool = TritonUpstream([*(triton.address for triton in tritons), *names], chosen)
             await pool.start()
             stack.push_async_callback(pool.close)
             if ready:

@@ -13,7 +13,7 @@ NAME = "dns:///triton:8001"
 
 
 class FakeResolver:
-    """Stands for `gateway.triton.backends.resolve`."""
+    """Stands for `gateway.triton.resolver.resolve`."""
 
     def __init__(self, **records: Sequence[str] | OSError) -> None:
         self.records = records
@@ -31,6 +31,11 @@ class FakeResolver:
 
 def addresses(pool: TritonUpstream, state: ReplicaState | None = None) -> list[str]:
     return [each.upstream for each in pool.replicas() if state in (None, each.state)]
+
+
+def health(pool: TritonUpstream) -> dict[str, bool]:
+    """Return of each Triton whether its model takes requests."""
+    return {each.upstream: each.state is ReplicaState.READY for each in pool.replicas()}
 
 
 async def ready_on(pool: TritonUpstream, *tritons: FakeTriton) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,6 +20,14 @@ from wire.strings import pack_strings, unpack_strings
 Response: TypeAlias = service_pb2.ModelStreamInferResponse
 Script = Callable[[Any, Any], AsyncIterator[Response]]
 Predict = Callable[[Any, Any], Awaitable[service_pb2.ModelInferResponse]]
+
+
+def having(inputs: Iterable[str]) -> service_pb2.ModelMetadataResponse:
+    """What Triton says of an entry with these inputs."""
+    made = service_pb2.ModelMetadataResponse(name="m")
+    for name in inputs:
+        made.inputs.add(name=name)
+    return made
 
 
 def reply(text: str | bytes = "", meta: Meta | bytes | None = None, *, final: bool = False) -> Response:

@@ -10,7 +10,7 @@ from gateway.core.events import Accepted, Delta, Heartbeat
 from gateway.errors import ModelNotFoundError, UnavailableError
 from gateway.triton import backends
 from gateway.triton.replicas import ReplicaState
-from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
+from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, health, ready_on
 from tests.gateway.triton.fake_triton import (
     FakeModel,
     FakeTriton,
@@ -36,12 +36,12 @@ async def test_each_address_is_a_replica_and_new_ones_are_taken_in(
     for _ in range(2):
         assert await ask(pool) == "Hello"
     assert (len(first.requests), len(second.requests)) == (1, 1)
-    assert observer.healthy == {("m", first.address): True, ("m", second.address): True}
+    assert health(pool) == {first.address: True, second.address: True}
     assert set(observer.lookups) == {(NAME, "found")}
 
 
 async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goes_there(
-    tritons: Any, named: Any, resolver: FakeResolver, observer: Any
+    tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
     going, staying = [await tritons() for _ in range(2)]
     release = asyncio.Event()
@@ -62,7 +62,7 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
     resolver.records["triton"] = [staying.address]
     await ready_on(pool, staying)
     assert addresses(pool) == [staying.address]
-    assert observer.healthy == {("m", staying.address): True}
+    assert health(pool) == {staying.address: True}
     for _ in range(3):
         assert await ask(pool) == "Hello"
     assert len(staying.requests) == 3
@@ -78,11 +78,11 @@ async def test_what_runs_on_a_triton_that_vanished_ends_well_and_nothing_new_goe
     assert going.model.probes <= probes + 1
     assert len(going.requests) == 1
     assert not [task for task in asyncio.all_tasks() if going.address in task.get_name()]
-    assert observer.healthy == {("m", staying.address): True}
+    assert health(pool) == {staying.address: True}
 
 
 async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was(
-    tritons: Any, named: Any, resolver: FakeResolver, observer: Any
+    tritons: Any, named: Any, resolver: FakeResolver
 ) -> None:
     flapping, staying = [await tritons() for _ in range(2)]
     resolver.records["triton"] = both = [flapping.address, staying.address]
@@ -96,12 +96,11 @@ async def test_an_address_that_comes_back_while_it_is_seen_off_goes_on_as_it_was
     for _ in range(3):
         resolver.records["triton"] = [staying.address]
         await until(lambda: addresses(pool) == [staying.address])
-        assert ("m", flapping.address) not in observer.healthy
         resolver.records["triton"] = both
         await until(lambda: len(addresses(pool)) == 2)
         # Its health is the address's: nothing has to be found out anew.
         assert addresses(pool, ReplicaState.READY).count(flapping.address) == 1
-        assert observer.healthy["m", flapping.address]
+        assert health(pool)[flapping.address]
     (after,) = [each for each in pool._backends.present() if each.client.address == flapping.address]
     assert after is before
     assert not flapping.cancelled.is_set()
@@ -138,8 +137,9 @@ async def test_the_labels_of_who_vanished_go_away(
     pool = await named()
     await ready_on(pool, going, staying)
     resolver.records["triton"] = [staying.address]
-    await until(lambda: observer.forgotten == [going.address])
-    assert observer.healthy == {("m", staying.address): True}
+    observer.metrics.upstream_errors.labels("m", going.address, "silent").inc()
+    await until(lambda: not observer.errors)
+    assert health(pool) == {staying.address: True}
     # Who is back before that is not forgotten.
     monkeypatch.setattr(backends, "_FORGET_AFTER_S", 3)
     resolver.records["triton"] = [going.address]
@@ -147,8 +147,9 @@ async def test_the_labels_of_who_vanished_go_away(
     await until(lambda: len(pool._backends._backends) == 1)
     resolver.records["triton"] = [going.address, staying.address]
     await ready_on(pool, going, staying)
+    observer.metrics.upstream_errors.labels("m", staying.address, "silent").inc()
     await asyncio.sleep(3.5)
-    assert observer.forgotten == [going.address]
+    assert observer.errors == [("m", staying.address, "silent")]
 
 
 async def test_models_that_were_found_go_with_the_last_triton_that_had_them(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.triton.backends import Backend, BackendOptions
+from gateway.triton.backends import Backend
 from gateway.triton.client import Client, EntryState
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.replicas import HealthPolicy
+from gateway.triton.options import HealthPolicy, PoolOptions
 from tests.gateway.triton.fake_triton import FakeModel, until
 
 
@@ -36,7 +36,7 @@ async def found(triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch
         return states
 
     monkeypatch.setattr(Client, "repository", repository)
-    options = BackendOptions(models=(), policy=fast, idle_timeout_s=10, repository_key=None, observer=None)
+    options = PoolOptions(health=fast)
     found.backend = Backend(triton.address, options)
     yield found
     await found.backend.close(Fault.CLOSED, "the test is over")

@@ -15,10 +15,12 @@ from gateway.core.events import Accepted, Delta, Event
 from gateway.core.request import TokenIds
 from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError
 from gateway.telemetry.tracing import Trace, Tracing, current_trace
+from gateway.triton import pool as triton_pool
 from gateway.triton.attempts import least_outstanding
 from gateway.triton.errors import Fault, TritonError
+from gateway.triton.options import PoolOptions
 from gateway.triton.pool import TritonUpstream
-from gateway.triton.replicas import TRIAL_LIMIT, HealthPolicy, Replica, ReplicaState
+from gateway.triton.replicas import TRIAL_LIMIT, Replica, ReplicaState
 from tests.gateway.triton.fake_triton import (
     accepted,
     finished,
@@ -175,9 +177,10 @@ async def test_a_refusal_of_the_request_is_not_taken_elsewhere(tritons: Any, ser
     assert len(first.requests) + len(second.requests) == 1
 
 
-async def test_attempts_are_bounded(tritons: Any, serve: Serve) -> None:
+async def test_attempts_are_bounded(tritons: Any, serve: Serve, monkeypatch: Any) -> None:
     servers = [await tritons() for _ in range(4)]
-    pool = await serve(*servers, max_attempts=2)
+    monkeypatch.setattr(triton_pool, "_ATTEMPTS_LIMIT", 2)
+    pool = await serve(*servers)
     for server in servers:
         server.model.answer = losing(accepted())
     with pytest.raises(UnavailableError):
@@ -221,7 +224,7 @@ def replicas(*states: ReplicaState) -> list[Replica]:
     made = []
     for state in states:
         somewhere: Any = Somewhere()
-        replica = Replica("m", somewhere, HealthPolicy(), idle_timeout_s=10)
+        replica = Replica("m", somewhere, PoolOptions())
         replica.state = state
         made.append(replica)
     return made

@@ -1,11 +1,13 @@
 import asyncio
 import logging
+import socket
 from typing import Any
 
 import pytest
 
 from gateway.app import create_app
 from gateway.triton import faults
+from gateway.triton.client import Client
 from gateway.triton.faults import FAULTS, FIRST_WITHOUT, published_faults, warn_of_faults
 from tests.gateway.serving import settings, until
 from tests.gateway.triton.fake_triton import FakeTriton
@@ -45,16 +47,38 @@ async def test_a_gateway_warns_once_it_reaches_them(
 ) -> None:
     monkeypatch.setattr(faults, "_RETRY_S", 0.05)
     (port,) = free_ports(1)
-    warning = asyncio.create_task(warn_of_faults([f"127.0.0.1:{port}"]))
+    client = Client(f"127.0.0.1:{port}")
+    warning = asyncio.create_task(warn_of_faults(client))
     await asyncio.sleep(0.1)
     triton = FakeTriton()
     triton.port = port
     triton.version = version
     await triton.start()
     await warning
+    await client.close()
     await triton.stop()
     told: list[Any] = [record for record in caplog.records if "published faults" in record.getMessage()]
     assert [record.upstream for record in told] == [triton.address] * (version == "2.51.0")
+
+
+async def test_one_that_hangs_is_asked_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was never warned of: a call that gets no answer ends by its deadline."""
+    monkeypatch.setattr(faults, "_RETRY_S", 0.05)
+    triton = FakeTriton()
+    (triton.port,) = free_ports(1)
+    triton.version = "2.51.0"
+    hanging = socket.create_server(("127.0.0.1", triton.port))  # nobody accepts, nor answers
+    client = Client(f"127.0.0.1:{triton.port}", timeout_s=0.2)
+    warning = asyncio.create_task(warn_of_faults(client))
+    await asyncio.sleep(0.6)
+    hanging.close()
+    await triton.start()
+    await asyncio.wait({warning}, timeout=60)
+    await client.close()
+    await triton.stop()
+    assert "published faults" in caplog.text
 
 
 @pytest.mark.parametrize("warns", [True, False])

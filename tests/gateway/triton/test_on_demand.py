@@ -10,7 +10,7 @@ from gateway.core.events import Accepted, Delta, Event, Heartbeat
 from gateway.core.request import PlainText
 from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError, UnavailableError
-from gateway.triton.on_demand import OnDemandPolicy
+from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
 
@@ -55,7 +55,7 @@ async def test_a_request_loads_its_model_once_for_all_that_wait(
     pool = await demand(triton)
     assert await asyncio.gather(*(said(pool, "a") for _ in range(20))) == ["Hello"] * 20
     assert triton.orders == ["load a"]
-    assert observer.loads == ["a"]
+    assert observer.loads == [("a", triton.address, "loaded")]
     assert [(card.id, card.ready, card.unloaded) for card in pool.models()] == [
         ("a", True, False),
         ("b", False, True),
@@ -105,7 +105,7 @@ async def test_the_model_used_least_recently_makes_room(
     for model in ("a", "b", "a", "c"):
         assert await said(pool, model) == "Hello"
     assert triton.orders == ["load a", "load b", "unload b", "load c"]
-    assert observer.unloads == [("b", "room")]
+    assert observer.unloads == [("b", triton.address, "room")]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ async def test_an_idle_model_is_unloaded_and_comes_back(
     await asyncio.gather(said(pool, "a"), said(pool, "b"))
     await until(lambda: in_memory(triton) == {"b"})
     # More than once, where the machine is so slow that it becomes idle before its request comes to it.
-    await until(lambda: set(observer.unloads) == {("a", "idle")})
+    await until(lambda: set(observer.unloads) == {("a", triton.address, "idle")})
     assert await said(pool, "a") == "Hello"
 
 
@@ -256,7 +256,7 @@ async def test_an_unload_by_hand_lasts_until_the_next_request(
     assert pool.model("a").unloaded
     assert await said(pool, "a") == "Hello"
     assert triton.orders == ["load a", "unload a", "load a"]
-    assert observer.unloads == [("a", "admin")]
+    assert observer.unloads == [("a", triton.address, "admin")]
 
 
 async def test_a_model_that_cannot_be_loaded_is_refused_and_not_tried_by_each_request(

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.app import triton_upstream
 from gateway.core.events import Delta
 from gateway.core.request import Conversation, Message, PlainText, Turns
-from gateway.core.upstream import Tokenization
+from gateway.core.upstream import Embedding, Tokenization
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.settings import Settings
 from gateway.telemetry.metrics import Metrics
@@ -34,9 +36,8 @@ class Serving:
     async def apply(self, models: Any, **more: Any) -> None:
         await self.upstream.apply(self.settings(models, **more))
 
-    def healthy(self) -> dict[str, float]:
-        (family,) = self.metrics.upstream_healthy.collect()
-        return {sample.labels["model"]: sample.value for sample in family.samples}
+    def healthy(self) -> dict[str, bool]:
+        return {state.model: state.healthy for state in self.upstream.states()}
 
     async def ready(self) -> None:
         await until(lambda: all(card.ready for card in self.upstream.models()))
@@ -55,6 +56,12 @@ class Serving:
 async def text_of(upstream: PublicModels, request: Any) -> str:
     async with aclosing(upstream.generate(request)) as events:
         return "".join([event.text async for event in events if isinstance(event, Delta)])
+
+
+def counting(model: str) -> Tokenization:
+    prompt = Conversation((Message(role="user", content="hi"),))
+    deadline = asyncio.get_running_loop().time() + 30
+    return Tokenization(request_id="r", model=model, prompt=prompt, deadline=deadline)
 
 
 @pytest.fixture
@@ -94,11 +101,7 @@ async def test_what_is_set_for_a_name_reaches_its_entry(serving: Serving) -> Non
 
 
 async def test_a_prompt_is_counted_as_it_is_sent(serving: Serving) -> None:
-    prompt = Conversation((Message(role="user", content="hi"),))
-    deadline = asyncio.get_running_loop().time() + 30
-    await serving.upstream.tokenize(
-        Tokenization(request_id="r", model="brief", prompt=prompt, deadline=deadline)
-    )
+    await serving.upstream.tokenize(counting("brief"))
     history = inputs_of(serving.triton.requests[-1])["history"]
     assert decode_history(history) == [Turn("system", "Be brief.")]
 
@@ -137,12 +140,67 @@ async def test_a_pool_that_would_be_the_same_stays(serving: Serving) -> None:
     assert serving.upstream.model("other").ready
 
 
-async def test_adapters_follow_the_models(serving: Serving) -> None:
-    assert serving.upstream.adapters() == {}
-    await serving.apply({"other": {"entry": "m", "adapters": ["tuned"]}}, adapters=["old=other"])
-    assert serving.upstream.adapters() == {"tuned": "other", "old": "other"}
+def listed(upstream: PublicModels) -> list[tuple[str, str | None]]:
+    return [(card.id, card.parent) for card in upstream.models()]
+
+
+async def test_adapters_stand_behind_their_models_and_follow_them(serving: Serving) -> None:
+    assert listed(serving.upstream) == [("brief", None), ("m", None)]
+    models = {"other": {"entry": "m", "aliases": ["o"], "adapters": ["org/tuned"]}, "m": {}}
+    await serving.apply(models, adapters=["old=other"])
+    assert listed(serving.upstream) == [
+        ("other", None),
+        ("old", "other"),
+        ("org/tuned", "other"),
+        ("m", None),
+    ]
+    card = serving.upstream.model("org/tuned")
+    assert (card.id, card.parent, card.ready, card.settings.aliases) == ("org/tuned", "other", True, ())
     await serving.apply({"other": {"entry": "m"}})
-    assert serving.upstream.adapters() == {}
+    assert listed(serving.upstream) == [("other", None)]
+    with pytest.raises(ModelNotFoundError):
+        serving.upstream.model("org/tuned")
+
+
+async def test_the_entry_gets_the_request_and_the_adapters_name(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serving.apply({"brief": {"entry": "m", "system": "Be brief.", "adapters": ["org/tuned"]}})
+    sent: list[Any] = []
+    generate = TritonUpstream.generate
+
+    def generating(pool: TritonUpstream, request: Any) -> Any:
+        sent.append(request)
+        return generate(pool, replace(request, adapter=None))
+
+    monkeypatch.setattr(TritonUpstream, "generate", generating)
+    for model in ("brief", "org/tuned"):
+        assert await text_of(serving.upstream, generation(model=model)) == "Hello"
+        assert (await serving.upstream.tokenize(counting(model))).ids == [0, 5]
+    assert [(each.model, each.public_name, each.adapter) for each in sent] == [
+        ("m", "brief", None),
+        ("m", "brief", "org/tuned"),
+    ]
+    assert sent[1].prompt == sent[0].prompt
+
+
+async def test_what_an_adapter_cannot_do(serving: Serving) -> None:
+    await serving.apply({"other": {"entry": "m", "adapters": ["org/tuned"]}})
+    for change in (partial(serving.upstream.load, reload=False), serving.upstream.unload):
+        with pytest.raises(InvalidRequestError, match="with other"):
+            await change("org/tuned", upstream=None)
+    work = Embedding(request_id="r", model="org/tuned", prompt=PlainText("a"), deadline=0.0)
+    with pytest.raises(InvalidRequestError, match="adapter"):
+        await serving.upstream.embed(work)
+    assert await serving.upstream.load("other", reload=False, upstream=None)
+
+
+async def test_a_request_that_began_as_the_names_changed_ends_too(serving: Serving, tritons: Any) -> None:
+    second = await tritons()
+    events = serving.upstream.generate(generation(model="brief"))
+    await serving.apply({"brief": {"entry": "m", "upstreams": [second.address]}})
+    assert "".join([event.text async for event in events if isinstance(event, Delta)]) == "Hello"
+    assert serving.triton.requests
 
 
 async def test_a_request_ends_on_the_pool_it_began_on(

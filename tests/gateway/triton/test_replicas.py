@@ -15,27 +15,16 @@ from gateway.triton.client import Client
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.replicas import HealthPolicy, Replica, ReplicaState, unable
+from gateway.triton.options import HealthPolicy, PoolOptions
+from gateway.triton.replicas import Replica, ReplicaState, unable
 from tests.gateway.triton.fake_triton import accepted, generation, hanging, reply, until
 from wire.meta import Meta
 
 
-class Observer:
-    def __init__(self) -> None:
-        self.health: list[tuple[str, bool]] = []
-
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        self.health.append((model, healthy))
-
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        raise AssertionError("probes are no generations")
-
-
 @contextlib.asynccontextmanager
-async def watched(triton: Any, policy: HealthPolicy, observer: Any = None) -> AsyncIterator[Replica]:
+async def watched(triton: Any, policy: HealthPolicy) -> AsyncIterator[Replica]:
     client = Client(triton.address)
-    replica = Replica("m", client, policy, idle_timeout_s=10)
-    replica.observe(observer)
+    replica = Replica("m", client, PoolOptions(health=policy))
     task = asyncio.create_task(replica.watch())
     yield replica
     task.cancel()
@@ -50,15 +39,13 @@ async def becomes(replica: Replica, state: ReplicaState) -> None:
 
 
 async def test_a_replica_is_ready_by_a_probe_and_knows_its_model(triton: Any, fast: HealthPolicy) -> None:
-    observer = Observer()
-    async with watched(triton, fast, observer) as replica:
+    async with watched(triton, fast) as replica:
         assert replica.state is ReplicaState.UNKNOWN
         await becomes(replica, ReplicaState.READY)
         _, report = replica.serving()
         assert report.chat_format == "chatglm3"
         assert report.max_context == 512
         await until(lambda: triton.model.probes > 3)
-    assert observer.health == [("m", False), ("m", True)]
 
 
 async def test_a_model_without_probes_is_ready_when_triton_says_so(
@@ -283,50 +270,34 @@ async def test_a_state_is_logged_when_it_changes_not_at_every_probe(
     assert [record.getMessage() for record in caplog.records] == ["replica is ready", "replica is stuck"]
 
 
-class Asking:
-    """An observer that has a request for whatever is called ready."""
-
-    def __init__(self) -> None:
-        self.replica: Replica | None = None
-        self.formats: list[str] = []
-
-    def upstream_health(self, model: str, upstream: str, *, healthy: bool) -> None:
-        if healthy and self.replica is not None:
-            self.formats.append(self.replica.serving()[1].chat_format)
-
-    def upstream_error(self, model: str, upstream: str, code: str) -> None:
-        raise AssertionError("no generation was made")
-
-
 async def test_a_probe_that_was_asked_before_a_suspicion_and_answered_after_it(
-    triton: Any, fast: HealthPolicy
+    triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once let a replica be called ready that no request could be made for."""
     asked, release = asyncio.Event(), asyncio.Event()
+    become, formats = Replica._become, []
 
     async def slow(request: Any, context: Any) -> AsyncIterator[Any]:
         asked.set()
         await release.wait()
         yield reply(meta=Meta(probe=triton.model.report), final=True)
 
-    client = Client(triton.address)
-    asking = Asking()
-    asking.replica = replica = Replica("m", client, fast, idle_timeout_s=10)
-    replica.observe(asking)
-    watching = asyncio.create_task(replica.watch())
-    await until(lambda: replica.state is ReplicaState.READY)
-    triton.model.probe = slow
-    await asked.wait()
-    replica.suspect(TritonError(Fault.STUB_DEAD, "the stream broke off"))
-    assert replica.state is ReplicaState.STUCK
-    release.set()
-    await until(lambda: replica.state is ReplicaState.READY)
-    assert asking.formats == ["chatglm3"] * 2
-    watching.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await watching
-    await replica.close()
-    await client.close()
+    def becoming(replica: Replica, state: ReplicaState, reason: str) -> None:
+        before = replica.state
+        become(replica, state, reason)
+        if before is not state is ReplicaState.READY:
+            formats.append(replica.serving()[1].chat_format)
+
+    monkeypatch.setattr(Replica, "_become", becoming)
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        triton.model.probe = slow
+        await asked.wait()
+        replica.suspect(TritonError(Fault.STUB_DEAD, "the stream broke off"))
+        assert replica.state is ReplicaState.STUCK
+        release.set()
+        await becomes(replica, ReplicaState.READY)
+        assert formats == ["chatglm3"] * 2
 
 
 async def test_one_broken_stream_has_it_probed_and_not_ejected(triton: Any, fast: HealthPolicy) -> None:
@@ -370,7 +341,7 @@ class Elsewhere:
 )
 async def test_a_request_that_finds_nobody_is_told_why(states: list[ReplicaState], fault: Fault) -> None:
     elsewhere: Any = Elsewhere()
-    replicas = [Replica("m", elsewhere, HealthPolicy(), idle_timeout_s=10) for _ in states]
+    replicas = [Replica("m", elsewhere, PoolOptions()) for _ in states]
     for replica, state in zip(replicas, states, strict=True):
         replica.state = state
     error = unable(replicas)

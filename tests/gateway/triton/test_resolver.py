@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from gateway.errors import UnavailableError
-from gateway.triton.backends import Name, name_in, resolve
-from gateway.triton.replicas import HealthPolicy, ReplicaState
+from gateway.triton.options import HealthPolicy
+from gateway.triton.replicas import ReplicaState
+from gateway.triton.resolver import Name, name_in, resolve
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, ready_on
 from tests.gateway.triton.fake_triton import FakeTriton, until
 
@@ -55,7 +56,7 @@ async def test_a_resolver_that_fails_takes_no_triton_away(
 
 
 async def test_a_name_that_has_none_any_more_takes_the_dead_ones_with_it(
-    triton: FakeTriton, named: Any, resolver: FakeResolver, observer: Any
+    triton: FakeTriton, named: Any, resolver: FakeResolver
 ) -> None:
     resolver.records["triton"] = [triton.address]
     pool = await named()
@@ -63,7 +64,6 @@ async def test_a_name_that_has_none_any_more_takes_the_dead_ones_with_it(
     resolver.records["triton"] = ()
     await triton.stop()
     await until(lambda: not pool.replicas())
-    assert observer.healthy == {}
     assert [(card.id, card.ready, card.unloaded) for card in pool.models()] == [("m", False, False)]
 
 

@@ -91,7 +91,7 @@ async def test_a_stream_goes_on_after_the_tokens_that_came(
     assert first.seed is not None
     assert second.seed == first.seed, "sampled on with the same random numbers"
     assert (first.generated, second.generated) == ([], [[7, 8]])
-    assert observer.resumes == ["m"]
+    assert observer.resumes == [("m",)]
 
 
 async def test_choices_that_have_ended_are_not_asked_for_again(resuming: Any, serve: Serve) -> None:

@@ -11,9 +11,9 @@ import pytest
 from gateway.settings import load_settings
 from gateway.settings.certificates import TlsFiles
 from gateway.triton import client as clients
-from gateway.triton.backends import client_tls
 from gateway.triton.client import Client, Tls
 from gateway.triton.errors import TritonError
+from gateway.triton.resolver import client_tls
 from tests.gateway.certificates import Files, self_signed
 from tests.gateway.triton.fake_triton import FakeTriton
 

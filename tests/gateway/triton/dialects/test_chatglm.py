@@ -137,7 +137,7 @@ def test_every_field_of_a_generation_reaches_the_model() -> None:
     # The last two are asked about by themselves (`test_chatglm_prompts`).
     about_itself = {"request_id", "model", "prompt", "prompt_field", "deadline"}
     # A channel says whether it streams and can be resumed, and adapters are refused before. Logits come alone
-    # (`test_logits_answer`).
+    # (`test_chatglm_logits`).
     by_channel = {"stream", "resumable", "generated"}
     others = {"adapter", "grammar", "logits", "max_tokens_yields", "public_name"}
     assert untouched == about_itself | by_channel | others

@@ -18,6 +18,7 @@ from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.dialects.tensors import outputs
 from tests.gateway.triton.dialects.test_text_answer import by_character
+from tests.gateway.triton.fake_triton import having
 from wire.strings import pack_strings
 
 PROMPT = "Tell me, what is one and one?"
@@ -118,8 +119,8 @@ def test_an_older_vllm_tells_neither_lengths_nor_reasons() -> None:
 @pytest.mark.parametrize("inputs", [VLLM, ENSEMBLE])
 def test_who_counts_no_tokens_needs_a_tokenizer(inputs: frozenset[str]) -> None:
     with pytest.raises(UpstreamProtocolError, match="counts no tokens"):
-        Dialects().choose("m", inputs)
-    assert not Dialects().choose("m", inputs | COUNTS).counts_at_end
+        Dialects().of("m", having(inputs))
+    assert not Dialects().of("m", having(inputs | COUNTS)).counts_at_end
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from gateway.triton.dialects import Dialects
 from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.dialects.model_text import RenderedPrompt
+from tests.gateway.triton.fake_triton import having
 from tests.template_checkpoint import write_tokenizer
 from wire import names
 from wire.request import Generation as WireGeneration
@@ -35,7 +36,7 @@ TALK = Conversation(messages=(Message(role="user", content="the weather"),))
 def dialect(tmp_path_factory: pytest.TempPathFactory) -> Dialect:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
-    return Dialects([f"m={folder}"]).choose("m", CHATGLM.inputs)
+    return Dialects([f"m={folder}"]).of("m", having(CHATGLM.inputs))
 
 
 def generation(prompt: Any = TALK, **changes: Any) -> Generation:
@@ -88,7 +89,7 @@ async def test_what_cannot_be_enforced_is_refused(dialect: Dialect) -> None:
 async def test_reasoning_and_a_grammar_exclude_each_other(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}</think><think>\n")
-    dialect = Dialects([f"m={tmp_path}"]).choose("m", CHATGLM.inputs)
+    dialect = Dialects([f"m={tmp_path}"]).of("m", having(CHATGLM.inputs))
     assert (await sent(dialect, generation(), NO_FORMAT)).raw
     with pytest.raises(InvalidRequestError, match="begins with reasoning"):
         await sent(
@@ -97,7 +98,7 @@ async def test_reasoning_and_a_grammar_exclude_each_other(tmp_path: Path) -> Non
 
 
 def test_without_a_tokenizer_a_conversation_is_refused_by_what_to_set() -> None:
-    dialect = Dialects().choose("m", CHATGLM.inputs)
+    dialect = Dialects().of("m", having(CHATGLM.inputs))
     assert dialect is CHATGLM
     with pytest.raises(InvalidRequestError, match="set `tokenizers`"):
         dialect.request(generation(), NO_FORMAT, 5.0)
@@ -113,7 +114,7 @@ async def test_only_answers_to_conversations_are_read(dialect: Dialect) -> None:
 
 async def test_a_model_without_a_template_continues_texts_alone(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=None)
-    dialect = Dialects([f"m={tmp_path}"]).choose("m", CHATGLM.inputs)
+    dialect = Dialects([f"m={tmp_path}"]).of("m", having(CHATGLM.inputs))
     text = await sent(dialect, generation(PlainText(text="the")), NO_FORMAT)
     assert text.prompt_token_ids == [257]
     with pytest.raises(InvalidRequestError, match="no chat template of this model: use completions"):
