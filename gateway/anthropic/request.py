@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -169,13 +168,11 @@ Block = Annotated[
     ),
 ]
 
-_BLOCKS: Mapping[str, tuple[type[Strict], ...]] = MappingProxyType(
-    {
-        "system": (TextInput,),
-        "user": (TextInput, ImageInput, ToolResultInput),
-        "assistant": (TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
-    }
-)
+_BLOCKS: Final[Mapping[str, tuple[type[Strict], ...]]] = {
+    "system": (TextInput,),
+    "user": (TextInput, ImageInput, ToolResultInput),
+    "assistant": (TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
+}
 """Those that a message of a role may have."""
 
 
@@ -308,12 +305,8 @@ class OutputConfig(Strict, place="output_config"):
 class ConversationRequest(Body):
     """What makes a prompt. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"container": None, "mcp_servers": [], "output_format": None}
-    )
-    refusals: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"output_format": "is an older name: give output_config.format"}
-    )
+    unsupported: ClassVar[Mapping[str, Any]] = {"container": None, "mcp_servers": [], "output_format": None}
+    refusals: ClassVar[Mapping[str, str]] = {"output_format": "is an older name: give output_config.format"}
 
     messages: Annotated[
         Items[MessageInput], Field(min_length=1, max_length=MESSAGES_LIMIT), at_most(MESSAGES_LIMIT)
@@ -358,10 +351,6 @@ class ConversationRequest(Body):
 
 class MessagesRequest(ConversationRequest, GenerationRequest):
     """A request for a message. Null means absent everywhere."""
-
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {**GenerationRequest.unsupported, **ConversationRequest.unsupported}
-    )
 
     max_tokens: TokenBound
     stop_sequences: Annotated[Items[StopString], Field(max_length=STOPS_LIMIT)] | None = None

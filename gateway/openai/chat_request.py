@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
@@ -41,9 +40,9 @@ from wire.limits import TOP_LOGPROBS_LIMIT
 
 _DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
 
-_ROLES: Mapping[str, MessageRole] = MappingProxyType({"developer": "system", "function": "tool"})
+_ROLES: Final[Mapping[str, MessageRole]] = {"developer": "system", "function": "tool"}
 
-_ANSWERED: Mapping[str, str] = MappingProxyType({"tool": "tool_call_id", "function": "name"})
+_ANSWERED: Final[Mapping[str, str]] = {"tool": "tool_call_id", "function": "name"}
 """For roles of results, the field that says of which call. In other messages it has no use."""
 
 REASONED = frozenset({"reasoning_content", "reasoning"})
@@ -139,7 +138,7 @@ Switches = Annotated[
 class ChatMessage(Strict, place="messages"):
     """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType({"audio": None})
+    unsupported: ClassVar[Mapping[str, Any]] = {"audio": None}
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | Items[Part], AfterValidator(_joined)] | None = None
@@ -227,20 +226,17 @@ def conversation(
 class ChatRequest(AnyCompletionRequest):
     """A chat completion request. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            **AnyCompletionRequest.unsupported,
-            "add_generation_prompt": True,
-            "add_special_tokens": False,
-            "audio": None,
-            "chat_template": None,
-            "continue_final_message": False,
-            "documents": None,
-            "echo": False,
-            "modalities": ["text"],
-            "web_search_options": None,
-        }
-    )
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "audio": None,
+        "chat_template": None,
+        "continue_final_message": False,
+        "documents": None,
+        "echo": False,
+        "modalities": ["text"],
+        "web_search_options": None,
+    }
 
     messages: Messages
     max_completion_tokens: Annotated[

@@ -5,7 +5,6 @@ In OpenAI's format, with token ids as in vLLM.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -63,14 +62,7 @@ Prompts = Annotated[
 class CompletionRequest(AnyCompletionRequest):
     """A text completion request. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            **AnyCompletionRequest.unsupported,
-            "add_special_tokens": True,
-            "suffix": "",
-        }
-    )
-
+    unsupported: ClassVar[Mapping[str, Any]] = {"add_special_tokens": True, "suffix": ""}
     subject: ClassVar[str] = "prompt"
 
     prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]

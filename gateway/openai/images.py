@@ -5,7 +5,7 @@ The gateway fetches nothing for a client: who asks for a remote image would choo
 
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator
@@ -66,7 +66,7 @@ class ImagePart(Strict, place="messages.content"):
 class InputImagePart(Strict, place="input.content"):
     """An image in a message of `/v1/responses`."""
 
-    unsupported: ClassVar[dict[str, Any]] = {"file_id": None}
+    unsupported: ClassVar[Mapping[str, Any]] = {"file_id": None}
 
     text: ClassVar[str] = ""
     type: Literal["input_image"]

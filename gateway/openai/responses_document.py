@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal, Union
 
 from msgspec import UNSET, Struct, UnsetType, defstruct
@@ -224,19 +223,17 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 """OpenAI's events: the fields of each type, beside its place in the stream."""
 
-EVENTS: Mapping[str, type[Struct]] = MappingProxyType(
-    {
-        name: defstruct(
-            name.title().replace(".", "").replace("_", "") + "Event",
-            [("sequence_number", int), *fields.items()],
-            tag_field="type",
-            tag=name,
-            frozen=True,
-            kw_only=True,
-        )
-        for name, fields in _FIELDS.items()
-    }
-)
+EVENTS: Mapping[str, type[Struct]] = {
+    name: defstruct(
+        name.title().replace(".", "").replace("_", "") + "Event",
+        [("sequence_number", int), *fields.items()],
+        tag_field="type",
+        tag=name,
+        frozen=True,
+        kw_only=True,
+    )
+    for name, fields in _FIELDS.items()
+}
 StreamEvent: Any = Union[tuple(EVENTS.values())]  # noqa: UP007 - made from a table
 """The data of any event; its `type` is also the name of its server-sent event."""
 

@@ -7,7 +7,6 @@ states of items are bookkeeping, since nothing is stored that they could refer t
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -287,7 +286,7 @@ class FlatJsonSchemaFormat(JsonSchema, place="text.format"):
 class TextConfig(Strict, place="text"):
     """The format of the text."""
 
-    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"verbosity": "medium"})
+    defaults: ClassVar[Mapping[str, Any]] = {"verbosity": "medium"}
 
     format: (
         Annotated[
@@ -319,21 +318,16 @@ def _included(value: str, info: ValidationInfo) -> str:
 class ResponsesRequest(GenerationRequest):
     """A request for a response. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            **GenerationRequest.unsupported,
-            "prompt": None,
-            "background": False,
-            "conversation": None,
-            "previous_response_id": None,
-        }
-    )
-    refusals: ClassVar[Mapping[str, str]] = MappingProxyType(
-        dict.fromkeys(
-            ("background", "conversation", "previous_response_id"),
-            "needs a server that keeps responses, which this one does not: "
-            "send the whole conversation in input (as many clients do with store=False)",
-        )
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "prompt": None,
+        "background": False,
+        "conversation": None,
+        "previous_response_id": None,
+    }
+    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("background", "conversation", "previous_response_id"),
+        "needs a server that keeps responses, which this one does not: "
+        "send the whole conversation in input (as many clients do with store=False)",
     )
 
     subject: ClassVar[str] = "input"
