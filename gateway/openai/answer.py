@@ -1,7 +1,7 @@
 """What the answers of all generating routes share: head, token counts, log-probabilities, and streaming.
 
 A completion is streamed in chunks. An error after the first byte is a chunk with the error object. Every
-stream of chunks ends with `[DONE]`.
+stream of chunks ends with `[DONE]`. The other routes stream named events (`EventsAnswer`).
 
 Encoding happens for every chunk of every stream, so the documents are msgspec structs with one shared
 encoder.
@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -34,7 +34,7 @@ from gateway.core.events import (
 )
 from gateway.core.events import Usage as TokenCounts
 from gateway.errors import GatewayError, UpstreamProtocolError, render
-from gateway.http.sse import frame
+from gateway.http.sse import frame, frame_named
 from gateway.openai.params import StreamOptions
 
 encode = msgspec.json.Encoder().encode
@@ -301,3 +301,63 @@ class ChunkStream(ABC):
         if not self._continuous_usage:
             return self._no_usage
         return Usage(self._prompt_tokens, completion_tokens, self._prompt_tokens + completion_tokens)
+
+
+class EventsAnswer(ABC):
+    """An `Answer`, and the `StreamWriter` of its named events; the name of each is its `type`.
+
+    An answer that is not streamed is the final state of what makes the events, so it cannot differ from a
+    streamed one.
+    """
+
+    document: Struct
+    """Its current state."""
+
+    async def complete(self, _accepted: Accepted, events: AsyncIterator[Event]) -> Struct:
+        """Return the complete answer."""
+        async for event in events:
+            if type(event) is Delta:
+                self._take(event)
+        self._end()
+        return self.document
+
+    def stream(self, _accepted: Accepted) -> Self:
+        """Return this, as the writer of the events."""
+        return self
+
+    def begin(self) -> bytes:
+        """Return the events before the first token."""
+        return _named(self._begin())
+
+    def write(self, event: Event) -> bytes:
+        """Return what `event` adds."""
+        return _named(self._take(event)) if type(event) is Delta else b""
+
+    def close(self) -> bytes:
+        """Return the events of the answer's end."""
+        return _named(self._end())
+
+    def fail(self, error: GatewayError) -> bytes:
+        """Return the events of an end by `error`."""
+        return _named(self._fail(error))
+
+    @abstractmethod
+    def _begin(self) -> list[Struct]: ...
+
+    @abstractmethod
+    def _take(self, delta: Delta) -> list[Struct]: ...
+
+    @abstractmethod
+    def _end(self) -> list[Struct]:
+        """Complete the document.
+
+        Raises:
+            UpstreamProtocolError: there was no finish reason or no usage.
+        """
+
+    @abstractmethod
+    def _fail(self, error: GatewayError) -> list[Struct]: ...
+
+
+def _named(events: Sequence[Struct]) -> bytes:
+    return frame_named((str(event.__struct_config__.tag), encode(event)) for event in events)

@@ -236,6 +236,3 @@ EVENTS: Mapping[str, type[Struct]] = {
 }
 StreamEvent: Any = Union[tuple(EVENTS.values())]  # noqa: UP007 - made from a table
 """The data of any event; its `type` is also the name of its server-sent event."""
-
-Named = tuple[str, Struct]
-"""An event and its type."""
