@@ -13,8 +13,7 @@ from itertools import pairwise
 import click
 
 from gateway.commands.bench import Numbers
-from gateway.commands.load_answer import Answer
-from gateway.commands.load_rows import LoadRow, summarise, table
+from gateway.commands.load_rows import Answer, LoadRow, summarise, table
 from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import uvloop
 
 from gateway.commands.http_client import Client, HttpError
-from gateway.commands.load_answer import Answer
-from gateway.commands.load_rows import LoadRow, summarise
+from gateway.commands.load_rows import Answer, LoadRow, summarise
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
