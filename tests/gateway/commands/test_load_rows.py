@@ -102,7 +102,7 @@ def test_the_median_is_a_row_that_was_measured() -> None:
     assert median_row(rows[:2]) is rows[0]
 
 
-@pytest.mark.parametrize(("percent", "expected"), [(50, 2), (51, 3), (99, 4), (1, 1), (100, 4)])
+@pytest.mark.parametrize(("percent", "expected"), [(50, 2), (51, 3), (99, 4), (0, 1), (1, 1), (100, 4)])
 def test_percentiles_are_values_that_occurred(percent: int, expected: float) -> None:
     assert percentile([4, 2, 3, 1], percent) == expected
 
