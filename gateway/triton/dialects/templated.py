@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import structs
 
-from gateway.chat.marked_choice import MarkedChoice
+from gateway.chat.marked import MarkedChoice
 from gateway.core.request import Conversation, Generation, PlainText
 from gateway.errors import InvalidRequestError
 from gateway.triton.dialects.base import (
