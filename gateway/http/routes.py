@@ -33,7 +33,7 @@ from gateway.errors import (
 )
 from gateway.http.openapi import body_of, complete, streamed_or_complete
 from gateway.http.record import Gateway, RequestRecord
-from gateway.http.run import RunningRequest, check_context, check_limits
+from gateway.http.run import RunningRequest, check_limits
 from gateway.http.sites import name_of
 from gateway.http.sse import PING, EventStream
 from gateway.limits.admission import Admission
@@ -230,7 +230,6 @@ class Answering:
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
         try:
-            check_context(generations, card)
             accepted = await running.start(generations, self._receive, patience_s=patience_s)
         except ContextLengthError as error:
             raise ContextLengthError(error.message, param=error.param or request.subject) from None

@@ -49,6 +49,12 @@ def kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
+def prompts_of(given: Any) -> tuple[PlainText | TokenIds, ...]:
+    """Return what was given as one text, the ids of one, or a list of either, each of at least one item."""
+    several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    return tuple(PlainText(each) if isinstance(each, str) else TokenIds(tuple(each)) for each in several)
+
+
 Ids = Annotated[Items[TokenId], Field(min_length=1), at_most(IDS_LIMIT)]
 Prompts = Annotated[
     Annotated[str, Tag("text")]
@@ -78,15 +84,7 @@ class CompletionRequest(AnyCompletionRequest):
     @cached_property
     def prompts(self) -> tuple[PlainText | TokenIds, ...]:
         """The prompts, at least one, built once: a body has room for millions of ids."""
-        if isinstance(self.prompt, str):
-            return (PlainText(self.prompt),)
-        if isinstance(self.prompt[0], int):
-            return (TokenIds(tuple(each for each in self.prompt if isinstance(each, int))),)
-        return tuple(
-            PlainText(each) if isinstance(each, str) else TokenIds(tuple(each))
-            for each in self.prompt
-            if not isinstance(each, int)
-        )
+        return prompts_of(self.prompt)
 
     @property
     def continued(self) -> PlainText | TokenIds:
