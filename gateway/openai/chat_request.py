@@ -17,11 +17,11 @@ from gateway.openai.document import (
     Strict,
     Unread,
     at_most,
+    branch_of,
     fault,
     if_read,
     ignore,
     text_of,
-    type_of,
 )
 from gateway.openai.images import ImagePart, images_of, joined
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
@@ -75,20 +75,9 @@ class ThinkingPart(Strict, place="messages.content"):
 
     text: ClassVar[str] = ""
     type: Literal["thinking"]
-    thinking: Content[TextPart]
+    thinking: Annotated[Content[TextPart] | None, if_read("messages.content.thinking", *REASONED)]
     signature: Annotated[Unread, BOOKKEEPING] = None
     closed: Annotated[Unread, BOOKKEEPING] = None
-
-    @model_validator(mode="after")
-    def _ignored(self, info: ValidationInfo) -> Self:
-        if not self.thinking or not Reading.of(info).read.isdisjoint(REASONED):
-            return self
-        ignore(info, "messages.content.thinking")
-        return self.model_copy(update={"thinking": ""})
-
-
-def _kind_of_part(value: Any) -> str:
-    return f"a {type_of(value)}"  # not the type alone: errors would take it for the key of the same name
 
 
 Part = Annotated[
@@ -97,7 +86,7 @@ Part = Annotated[
     | Annotated[RefusalPart, Tag("a refusal")]
     | Annotated[ThinkingPart, Tag("a thinking")],
     Discriminator(
-        _kind_of_part,
+        branch_of,
         custom_error_type="part_type",
         custom_error_message="only parts of the types text, image_url, refusal and thinking are supported",
     ),

@@ -229,6 +229,14 @@ def type_of(value: Any) -> str | None:
     return tag if isinstance(tag, str) else None
 
 
+def branch_of(value: Any) -> str:
+    """Return the tag of a union's branch by the `type` of an object.
+
+    It is not the type alone: the path of an error would take that for the key of the same name.
+    """
+    return f"a {type_of(value)}"
+
+
 Items = Annotated[list[T], Field(fail_fast=True)]
 """Validated up to the first fault: a body has room for millions, and only one is reported."""
 

@@ -31,7 +31,7 @@ from gateway.core.request import (
     ToolOffer,
 )
 from gateway.errors import InvalidRequestError
-from gateway.openai.chat_request import REASONED, Effort, Switches
+from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
     Content,
     Items,
@@ -46,7 +46,7 @@ from gateway.openai.document import (
     type_of,
 )
 from gateway.openai.images import Illustrated, InputImagePart, images_of
-from gateway.openai.params import MESSAGES_LIMIT, GenerationRequest, TokenBound
+from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, TokenBound
 from gateway.openai.structured import (
     BY_TYPE,
     JsonSchema,
@@ -54,12 +54,10 @@ from gateway.openai.structured import (
     Schema,
     schema_grammar,
 )
-from gateway.openai.tools import ChoiceMode, Function, FunctionCall, ToolName, offer_of
+from gateway.openai.tools import CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
 _LOGPROBS = "message.output_text.logprobs"
-
-CallId = Annotated[str, Field(min_length=1)]
 
 
 class InputTextPart(Strict, place="input.content"):
@@ -78,16 +76,8 @@ class OutputTextPart(Strict, place="input.content"):
     logprobs: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
 
 
-class OutputRefusalPart(Strict, place="input.content"):
-    """A part of an earlier answer that refused: text like any other."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """What was said."""
-        return self.refusal
+class OutputRefusalPart(RefusalPart, place="input.content"):
+    """A part of an earlier answer that refused."""
 
 
 def _kind_of(value: Any) -> str | None:
@@ -110,11 +100,8 @@ Part = Annotated[
 
 
 class _AnyItem(Strict, place="input"):
-    id: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
-    status: Annotated[
-        Literal["in_progress", "completed", "incomplete"] | None,
-        Field(description="bookkeeping: accepted, not used"),
-    ] = None
+    id: Annotated[str | None, BOOKKEEPING] = None
+    status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, BOOKKEEPING] = None
 
 
 class MessageItem(_AnyItem):
