@@ -125,14 +125,7 @@ def run(
     Raises:
         ListenError: the address cannot be listened on.
     """
-    listeners = listeners or bind_gateway(
-        settings.host,
-        settings.http_ports(),
-        grpc_port=settings.kserve_grpc_port,
-        metrics_address=settings.metrics_address,
-        count=settings.workers,
-        inherited=inherited,
-    )
+    listeners = listeners or bind_gateway(settings, inherited)
     succeeds = inherited is not None and inherited.succeeds
     may_leave: HandOver | None = None
     if inherited is not None:

@@ -325,10 +325,6 @@ class Settings(BaseSettings):
         """Read nothing but what is given."""
         return (sources["init_settings"],)
 
-    def http_ports(self) -> list[int]:
-        """Return the ports to listen on for HTTP, its own first."""
-        return [self.port, *([] if self.kserve_http_port is None else [self.kserve_http_port])]
-
     def tls_of(self, upstream: str) -> TlsFiles | None:
         """Return how to speak TLS to an upstream; None: it is spoken to without.
 
