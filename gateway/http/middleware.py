@@ -131,7 +131,7 @@ class RecordMiddleware:
         try:
             await self._app(scope, receive, watched_send)
         except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
-            failure = self._records.failed(record)
+            failure = record.fail_unexpectedly()
             if record.status is None:
                 await error_response(failure, scope["path"], record.request_id)(scope, receive, watched_send)
 

@@ -4,7 +4,6 @@ Dependencies are coroutines, though they await nothing: FastAPI would run plain 
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from gateway.errors import (
     ClientGoneError,
     ContextLengthError,
     GatewayError,
-    InternalError,
     InvalidRequestError,
     NotFoundError,
     PermissionDeniedError,
@@ -62,8 +60,6 @@ from gateway.settings.values import Scope, is_loopback
 _RETRY_AFTER_S = 1
 _EMBEDDED_AT_ONCE = 32
 """Texts of one request: enough to fill a batch, and not everybody's places."""
-
-_log = logging.getLogger(__name__)
 
 
 async def _gateway(request: Request) -> Gateway:
@@ -318,10 +314,7 @@ async def _events(
         record.fail(error)
         last = writer.fail(error)
     except Exception:  # noqa: BLE001 - the stream's outermost frame: the client must get an end
-        _log.exception("a stream failed unexpectedly")
-        failure = InternalError("The gateway failed; its log says why under this request's id.")
-        record.fail(failure)
-        last = writer.fail(failure)
+        last = writer.fail(record.fail_unexpectedly())
     yield last
 
 
