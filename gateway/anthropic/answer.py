@@ -190,9 +190,9 @@ class MessagesAnswer(EventsAnswer):
         """The one with the finish reason."""
 
     def stream(self, accepted: Accepted) -> Self:
-        """Return this, as the writer of the message's events: the first tells how long the prompt is."""
+        """Return this; its first event tells how long the prompt is."""
         self.document = replace(self.document, usage=MessagesUsage(input_tokens=accepted.prompt_tokens))
-        return self
+        return super().stream(accepted)
 
     def _begin(self) -> list[Struct]:
         return [_Start(self.document)]

@@ -300,21 +300,21 @@ async def _events(
     record: RequestRecord,
 ) -> AsyncGenerator[bytes, None]:
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
-    writer = answer.stream(accepted or Accepted(prompt_tokens=0))
     try:
-        if accepted is None and (accepted := await running.accepted(generations)) is not None:
-            writer = answer.stream(accepted)
-        if written := writer.begin():
+        accepted = accepted or await running.accepted(generations)
+        if accepted is not None:
+            answer.stream(accepted)
+        if written := answer.begin():
             yield written
         async for event in running:
-            if written := writer.write(event):
+            if written := answer.write(event):
                 yield written
-        last = writer.close()
+        last = answer.close()
     except GatewayError as error:
         record.fail(error)
-        last = writer.fail(error)
+        last = answer.fail(error)
     except Exception:  # noqa: BLE001 - the stream's outermost frame: the client must get an end
-        last = writer.fail(record.fail_unexpectedly())
+        last = answer.fail(record.fail_unexpectedly())
     yield last
 
 

@@ -23,13 +23,12 @@ from gateway.core.events import (
 from gateway.core.request import Generation, PlainText, TokenIds
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import (
-    ChunkStream,
+    ChunksAnswer,
     Document,
     Gathered,
     PromptLogprobs,
     Usage,
     gather,
-    new_head,
     prompt_logprobs_document,
     shown_token,
 )
@@ -226,12 +225,20 @@ class CompletionChunk(Document, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionAnswer:
-    """An `Answer` to a completion request, whose choices are numbered prompt by prompt."""
+class CompletionAnswer(ChunksAnswer):
+    """The answer to a completion request, whose choices are numbered prompt by prompt.
+
+    A stream has one chunk for each delta that shows something; the last one also has the finish reason.
+    """
+
+    kind, chunk = "cmpl", CompletionChunk
 
     def __init__(self, request: CompletionRequest) -> None:
-        self._head = new_head("cmpl", request.model)
+        super().__init__(request)
         self._request = request
+        self._writers = [self._writer() for _ in range(request.choices)]
+        """By choice."""
+        self._started: set[int] = set()
 
     async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
         """Return the complete answer."""
@@ -255,32 +262,16 @@ class CompletionAnswer:
             usage=usage,
         )
 
-    def stream(self, accepted: Accepted) -> "CompletionStream":
-        """Return a writer of the answer's chunks."""
-        return CompletionStream(self._head, accepted, self._request)
-
     def _logprobs(self, answer: Gathered) -> CompletionLogprobs | None:
         request = self._request
         if request.logprobs is None:
             return None
         echoed = answer.prompt_logprobs if request.echo else []
-        writer = LogprobsWriter(request.logprobs, as_ids=bool(request.return_tokens_as_token_ids))
-        return writer.write([*echoed, *answer.logprobs])
+        return self._writer().write([*echoed, *answer.logprobs])
 
-
-class CompletionStream(ChunkStream):
-    """Writes one chunk for each delta that shows something; the last one also has the finish reason."""
-
-    def __init__(self, head: dict[str, Any], accepted: Accepted, request: CompletionRequest) -> None:
-        super().__init__(head, CompletionChunk, accepted, request.stream_options, request.choices)
-        self._request = request
-        self._accepted = accepted
-        as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = [
-            LogprobsWriter(request.logprobs or 0, as_ids=as_ids) for _ in range(request.choices)
-        ]
-        """By choice."""
-        self._started: set[int] = set()
+    def _writer(self) -> LogprobsWriter:
+        request = self._request
+        return LogprobsWriter(request.logprobs or 0, as_ids=bool(request.return_tokens_as_token_ids))
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         logprobs = delta.prompt_logprobs + (delta.logprobs or ())
@@ -292,9 +283,9 @@ class CompletionStream(ChunkStream):
         choice = CompletionChoice(
             index,
             delta.text,
-            self._logprobs[index].write(logprobs) if logprobs or delta.logprobs is not None else None,
+            self._writers[index].write(logprobs) if logprobs or delta.logprobs is not None else None,
             delta.finish_reason,
-            UNSET if started else _prompt_ids(self._accepted, self._request, index),
+            UNSET if started else _prompt_ids(self.accepted, self._request, index),
             UNSET if delta.token_ids is None else list(delta.token_ids),
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )
