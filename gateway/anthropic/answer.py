@@ -12,8 +12,7 @@ from gateway.anthropic.errors import MessagesError, messages_error
 from gateway.anthropic.request import MessagesRequest
 from gateway.core.events import Accepted, Delta, Piece, Reasoning, Timings, Usage
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.openai.answer import EventsAnswer, encode, incomplete
-from gateway.openai.responses_document import new_id
+from gateway.openai.answer import EventsAnswer, encode, incomplete, new_id
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

@@ -134,6 +134,11 @@ class Document(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
 
 
+def new_id(kind: str) -> str:
+    """Make an id that tells what it is of."""
+    return f"{kind}_{secrets.token_hex(24)}"
+
+
 def new_head(kind: str, model: str) -> dict[str, Any]:
     """Make the shared fields of an answer that begins now; its unique id begins with `kind`."""
     digest = hashlib.sha256(f"{version()}/{model}".encode()).hexdigest()
