@@ -16,6 +16,14 @@ PER_TOKEN_LIMIT_S = 0.015
 
 class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is a token in it: of text, of reasoning or of a call."""
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
 
 
 class _Choice(msgspec.Struct):
@@ -46,7 +54,7 @@ class Answer:
 
     sent: float
     pieces: list[float] = field(default_factory=list)
-    """Arrival time of each chunk that holds text or the end of the answer."""
+    """Arrival time of each chunk that holds text, reasoning, part of a call, or the end of the answer."""
     ended: float = 0.0
     prompt_tokens: int = 0
     tokens: int = 0
@@ -61,7 +69,7 @@ class Answer:
         if chunk.error:
             self.error = str(chunk.error)
         for choice in chunk.choices:
-            if choice.text or choice.delta.content or choice.finish_reason:
+            if choice.text or choice.delta.shows or choice.finish_reason:
                 self.pieces.append(now)
         if chunk.usage is not None:
             self._count(chunk.usage)

@@ -26,6 +26,8 @@ def delta(said: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
     [
         ([text("a"), text(""), text("", "length")], [0, 2]),
         ([delta({"role": "assistant", "content": ""}), delta({"content": "a"}), delta({}, "stop")], [1, 2]),
+        ([delta({"reasoning_content": "a"}), delta({"reasoning": "b"}), delta({"content": "c"})], [0, 1, 2]),
+        ([delta({"role": "assistant", "content": None}), delta({"tool_calls": [{"index": 0}]})], [1]),
     ],
 )
 def test_pieces_are_what_shows_something(choices: list[dict[str, Any]], shown: list[float]) -> None:
