@@ -25,7 +25,6 @@ from gateway.core.events import CallPart
 
 _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
-_ARGS: Final = "[ARGS]"
 _CALLS: Final = "[TOOL_CALLS]"
 _PYTHON: Final = "<|python_tag|>"
 _LONGEST_NAME: Final = 64

@@ -130,13 +130,13 @@ class _Part:
 
     workload: Workload
     name: str
-    clients: int
-    requests: int
-    rate: float
-    """Requests a second; 0: closed loop."""
-    seconds: float
     begin: float
     """On the clock of `time.monotonic`, which all processes of a machine share."""
+    clients: int = 0
+    requests: int = 0
+    rate: float = 0.0
+    """Requests a second; 0: closed loop."""
+    seconds: float = 0.0
 
 
 def closed_loop(pool: "LoadPool", workload: Workload, name: str, *, clients: int, requests: int) -> LoadRow:
@@ -187,12 +187,7 @@ class LoadPool:
         rate = sum(part.get("rate", 0.0) for part in parts)
         clients = sum(part.get("clients", 0) for part in parts)
         shares = [
-            _Part(
-                workload=workload,
-                name=f"{name}/{number}",
-                begin=begin,
-                **({"clients": 0, "requests": 0, "rate": 0.0, "seconds": 0.0} | part),
-            )
+            _Part(workload=workload, name=f"{name}/{number}", begin=begin, **part)
             for number, part in enumerate(parts)
         ]
         self._answered.value = 0

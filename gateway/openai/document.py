@@ -32,8 +32,6 @@ from gateway.errors import InvalidRequestError
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
-_ABSENT = object()
-
 _SHOWN_LIMIT = 100
 """How many characters of a client's own name an error repeats."""
 
@@ -252,15 +250,19 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class _Part(Protocol):
+class AnyPart(Protocol):
+    """A part of a content: with text, perhaps empty."""
+
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """The text."""
+        ...
 
 
-P = TypeVar("P", bound=_Part)
+P = TypeVar("P", bound=AnyPart)
 
 
-def text_of(content: str | Sequence[_Part] | None) -> str:
+def text_of(content: str | Sequence[AnyPart] | None) -> str:
     """Return a `Content` as one string, which it is once validated; no content is empty text."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
