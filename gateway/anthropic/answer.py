@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, defstruct
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from gateway.anthropic.errors import MessagesError, messages_error
 from gateway.anthropic.request import MessagesRequest
-from gateway.core.events import Accepted, Delta, Piece, Reasoning, Timings, Usage
+from gateway.core.events import Delta, Piece, Reasoning, Timings, Usage
 from gateway.errors import GatewayError, UpstreamProtocolError
 from gateway.openai.answer import EventsAnswer, encode, incomplete, new_id
 
@@ -188,13 +188,9 @@ class MessagesAnswer(EventsAnswer):
         self._last: Delta | None = None
         """The one with the finish reason."""
 
-    def stream(self, accepted: Accepted) -> Self:
-        """Return this; its first event tells how long the prompt is."""
-        self.document = replace(self.document, usage=MessagesUsage(input_tokens=accepted.prompt_tokens))
-        return super().stream(accepted)
-
     def _begin(self) -> list[Struct]:
-        return [_Start(self.document)]
+        usage = MessagesUsage(input_tokens=self.accepted.prompt_tokens)
+        return [_Start(replace(self.document, usage=usage))]
 
     def _take(self, delta: Delta) -> list[Struct]:
         if delta.finish_reason is not None:

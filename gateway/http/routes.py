@@ -230,7 +230,7 @@ class Answering:
         except ContextLengthError as error:
             raise ContextLengthError(error.message, param=error.param or request.subject) from None
         if accepted is not None and not request.stream:
-            return respond_with(await answer.complete(accepted, running))
+            return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
             _events(running, generations, answer, accepted, record),
@@ -303,7 +303,7 @@ async def _events(
     try:
         accepted = accepted or await running.accepted(generations)
         if accepted is not None:
-            answer.stream(accepted)
+            answer.accept(accepted)
         if written := answer.begin():
             yield written
         async for event in running:

@@ -49,20 +49,20 @@ class Answer(ABC):
     """
 
     accepted = Accepted(prompt_tokens=0)
-    """What the upstream said of the request, in a stream that may begin before that."""
+    """What the upstream said of the request; a stream may begin before that."""
+
+    def accept(self, accepted: Accepted) -> Self:
+        """Note what the upstream said; return this."""
+        self.accepted = accepted
+        return self
 
     @abstractmethod
-    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> Struct:
-        """Return the events after `accepted` as one document.
+    async def complete(self, events: AsyncIterator[Event]) -> Struct:
+        """Return the events after the acceptance as one document.
 
         Raises:
             GatewayError: the generation failed.
         """
-
-    def stream(self, accepted: Accepted) -> Self:
-        """Return this, to stream the events after `accepted`."""
-        self.accepted = accepted
-        return self
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -312,7 +312,7 @@ class EventsAnswer(Answer):
     document: Struct
     """Its current state."""
 
-    async def complete(self, _accepted: Accepted, events: AsyncIterator[Event]) -> Struct:
+    async def complete(self, events: AsyncIterator[Event]) -> Struct:
         """Return the complete answer."""
         async for event in events:
             if type(event) is Delta:

@@ -216,7 +216,7 @@ class ChatAnswer(ChunksAnswer):
         self._started = False
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 
-    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
+    async def complete(self, events: AsyncIterator[Event]) -> ChatCompletion:
         """Return the complete answer."""
         request = self._request
         answers, usage = await gather(events, request.choices)
@@ -235,7 +235,7 @@ class ChatAnswer(ChunksAnswer):
                 for answer in answers
             ],
             usage=usage,
-            prompt_token_ids=_prompt_ids(accepted),
+            prompt_token_ids=_prompt_ids(self.accepted),
             # The same with each choice: there is one prompt.
             prompt_logprobs=prompt_logprobs_document(answers[0].prompt_logprobs, request.prompt_logprobs),
         )

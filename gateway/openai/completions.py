@@ -240,7 +240,7 @@ class CompletionAnswer(ChunksAnswer):
         """By choice."""
         self._started: set[int] = set()
 
-    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
+    async def complete(self, events: AsyncIterator[Event]) -> Completion:
         """Return the complete answer."""
         request = self._request
         answers, usage = await gather(events, request.choices)
@@ -252,7 +252,7 @@ class CompletionAnswer(ChunksAnswer):
                     answer.text,
                     self._logprobs(answer),
                     answer.finish_reason,
-                    _prompt_ids(accepted, request, answer.index),
+                    _prompt_ids(self.accepted, request, answer.index),
                     answer.token_ids if request.return_token_ids else UNSET,
                     answer.stop_reason,
                     prompt_logprobs_document(answer.prompt_logprobs, request.prompt_logprobs),

@@ -34,7 +34,7 @@ class Words(ChunksAnswer):
 
     kind, chunk = "words", Chunk
 
-    async def complete(self, accepted: object, events: object) -> Struct:
+    async def complete(self, events: object) -> Struct:
         raise NotImplementedError
 
     def _delta(self, delta: Delta, usage: object) -> list[bytes]:
@@ -45,7 +45,7 @@ def stream() -> Words:
     request = CompletionRequest(
         model="m", prompt="", stream=True, stream_options=StreamOptions(include_usage=True)
     )
-    return Words(request).stream(Accepted(prompt_tokens=1))
+    return Words(request).accept(Accepted(prompt_tokens=1))
 
 
 def test_chunks_are_framed_and_the_stream_ends_with_its_mark() -> None:
