@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from gateway.chat.marked import MarkedText
 from gateway.chat.styles import STYLES
 from gateway.commands.http_client import Connection, HttpError
-from gateway.commands.load_answer import Answer
+from gateway.commands.load_rows import Answer
 from gateway.core.request import Generation, Turns
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.kserve import grpc as kserve_grpc

@@ -17,7 +17,7 @@ import click
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from gateway.commands.bench import Numbers
+from gateway.commands.bench import numbers
 from gateway.commands.http_client import Client
 from gateway.commands.load import LoadPool, Workload, closed_loop
 from gateway.commands.load_rows import percentile, table
@@ -136,8 +136,8 @@ def _cpu_s(pids: list[int]) -> float:
 @click.option("--model", required=True)
 @click.option("--grpc", "address", help="of the Triton behind it; without: no times to the first token")
 @click.option("--requests", default=300, show_default=True, help="pairs of requests")
-@click.option("--pids", type=Numbers(), default="", help="of the gateway's processes")
-@click.option("--conc", type=Numbers(), default="8,64", show_default=True, help="clients of a closed loop")
+@click.option("--pids", callback=numbers, default="", help="of the gateway's processes")
+@click.option("--conc", callback=numbers, default="8,64", show_default=True, help="clients of a closed loop")
 @click.option("--ids", default=16, show_default=True, help="tokens of each prompt")
 @click.option("--ids-below", default=60_000, show_default=True, help="the model's vocabulary, or less")
 @click.option("--out", default=256, show_default=True, help="tokens of each answer")

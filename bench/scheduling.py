@@ -12,9 +12,8 @@ from itertools import pairwise
 
 import click
 
-from gateway.commands.bench import Numbers
-from gateway.commands.load_answer import Answer
-from gateway.commands.load_rows import LoadRow, summarise, table
+from gateway.commands.bench import numbers
+from gateway.commands.load_rows import Answer, LoadRow, summarise, table
 from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler
@@ -172,7 +171,7 @@ def make_scheduler(
 
 
 @click.command(help=__doc__)
-@click.option("--conc", type=Numbers(), default="1,8,32,64,128,256,512", show_default=True)
+@click.option("--conc", callback=numbers, default="1,8,32,64,128,256,512", show_default=True)
 @click.option("--rounds", default=2, show_default=True, help="requests of each client")
 @click.option("--repeats", default=3, show_default=True, help="one after the other, of the same scheduler")
 @click.option("--ids", default=259, show_default=True, help="tokens of each prompt")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.commands.http_client import Client
-from gateway.commands.load_answer import Answer
+from gateway.commands.load_rows import Answer
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request

@@ -28,7 +28,7 @@ from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.page.routes import page_router
 from gateway.settings import Settings
-from gateway.settings.follow import KEYS, MODELS, as_applied, follow
+from gateway.settings.follow import as_applied, follow
 from gateway.settings.values import revealed
 from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
 from gateway.telemetry.tracing import Tracing
@@ -163,11 +163,19 @@ def _background(
         yield gateway.key_limits.follow()
     if settings.keys_file is not None:
         yield follow(
-            KEYS, settings, gateway.apply_keys, partial(metrics.file_read, metrics.keys_file_reloads), folder
+            "api_keys",
+            settings,
+            gateway.apply_keys,
+            partial(metrics.file_read, metrics.keys_file_reloads),
+            folder,
         )
     if public is not None and settings.models_file is not None:
         yield follow(
-            MODELS, settings, public.apply, partial(metrics.file_read, metrics.models_file_reloads), folder
+            "models",
+            settings,
+            public.apply,
+            partial(metrics.file_read, metrics.models_file_reloads),
+            folder,
         )
 
 

@@ -238,13 +238,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
         raise _Misconfigured(str(error)) from None
     try:
         # First, so that a taken port is reported before Triton's slow start.
-        listeners = bind_gateway(
-            settings.host,
-            settings.http_ports(),
-            grpc_port=settings.kserve_grpc_port,
-            metrics_address=settings.metrics_address,
-            count=settings.workers,
-        )
+        listeners = bind_gateway(settings)
 
         def serve_models(addresses: Sequence[str], ready: "Ready", on_stop: Callable[[], None]) -> int:
             folders = {name: folder for name, _, folder in (each.partition("=") for each in ready.tokenizers)}

@@ -27,7 +27,9 @@ Each class carries its HTTP status and OpenAI's `type` and `code`; `render` is t
 becomes JSON.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from msgspec import Struct
 
 
 class GatewayError(Exception):
@@ -191,9 +193,24 @@ class DeadlineError(GatewayError):
     code = "deadline_exceeded"
 
 
-def render(error: GatewayError) -> dict[str, Any]:
+class ErrorBody(Struct, frozen=True):
+    """What went wrong; `param` is the dotted path of the offending field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorDocument(Struct, frozen=True):
+    """Every answer that is not a success."""
+
+    error: ErrorBody
+
+
+def render(error: GatewayError) -> ErrorDocument:
     """Return OpenAI's error object for `error`."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    return ErrorDocument(ErrorBody(error.message, error.type, error.param, error.code))
 
 
 class ListenError(Exception):

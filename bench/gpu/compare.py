@@ -24,7 +24,7 @@ from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
 from bench.gpu.engine_steps import SAMPLINGS, StepRow, measure_steps
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
-from gateway.commands.bench import Fields, Numbers
+from gateway.commands.bench import fields, numbers
 from gateway.commands.load_rows import table
 
 _PARTS = ("other", "ours", "engine", "usual")
@@ -44,7 +44,7 @@ _DEFAULT = "other,ours,engine"
 @click.option("--other-model", default="glm", show_default=True)
 @click.option("--other-arguments", multiple=True, help="for its script; repeated: measured with each")
 @click.option("--other-python", default="python3", show_default=True, help="the interpreter that has it")
-@click.option("--conc", type=Numbers(), default="1,8,32,64,128,256,512", show_default=True)
+@click.option("--conc", callback=numbers, default="1,8,32,64,128,256,512", show_default=True)
 @click.option("--rounds", default=2, show_default=True, help="requests of each client, one after the other")
 @click.option(
     "--repeats", default=3, show_default=True, help="measurements of each setting: the median counts"
@@ -53,19 +53,22 @@ _DEFAULT = "other,ours,engine"
 @click.option("--shared", default=0, show_default=True, help="of them the same in every prompt")
 @click.option("--out", default=256, show_default=True, help="tokens of each answer")
 @click.option("--spread", default=0.0, show_default=True, help="as of `tritongate bench`; so is the next")
-@click.option("--also", type=Fields(), default="{}", help="further fields of the requests")
+@click.option("--also", callback=fields, default="{}", help="further fields of the requests")
 @click.option("--open-s", default=0.0, show_default=True, help="seconds of each open loop; 0: none")
 @click.option(
-    "--rates", type=Numbers(), default="", help="of the open loops; default: 50, 70, 90 % of the first's peak"
+    "--rates",
+    callback=numbers,
+    default="",
+    help="of the open loops; default: 50, 70, 90 % of the first's peak",
 )
 @click.option(
-    "--batches", type=Numbers(), default="1,32,128,256,512", show_default=True, help="of the engine alone"
+    "--batches", callback=numbers, default="1,32,128,256,512", show_default=True, help="of the engine alone"
 )
 @click.option(
     "--quantization", multiple=True, default=("none",), help="of the engine alone; repeated: with each"
 )
 @click.option(
-    "--masked", type=Numbers(), default="0", show_default=True, help="of these, how many have a token mask"
+    "--masked", callback=numbers, default="0", show_default=True, help="of these, how many have a token mask"
 )
 @click.option(
     "--sampling",
@@ -77,7 +80,7 @@ _DEFAULT = "other,ours,engine"
     help="of the engine alone; repeated: with each",
 )
 @click.option(
-    "--usual-clients", type=Numbers(), default="4,32", show_default=True, help="and sizes of padded batches"
+    "--usual-clients", callback=numbers, default="4,32", show_default=True, help="and sizes of padded batches"
 )
 @click.option("--usual-s", default=8.0, show_default=True, help="seconds of each of them: no batch after")
 @click.option("--processes", default=8, show_default=True)

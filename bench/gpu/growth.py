@@ -9,7 +9,7 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.compare import describe
-from gateway.commands.bench import Numbers
+from gateway.commands.bench import numbers
 from gateway.commands.load import LoadPool, Workload, closed_loop
 from gateway.commands.load_rows import LoadRow, median_row, table
 
@@ -62,8 +62,8 @@ def cases(prompts: tuple[int, ...], answers: tuple[int, ...], shared: int) -> It
 @click.option("--arguments", default="--device cuda:0 --dtype bfloat16", show_default=True)
 @click.option("--clients", default=32, show_default=True)
 @click.option("--repeats", default=3, show_default=True, help="the row of the median throughput counts")
-@click.option("--prompts", type=Numbers(), default="16,64,259,1024,2051,4096", show_default=True)
-@click.option("--answers", type=Numbers(), default="16,64,256,1024", show_default=True)
+@click.option("--prompts", callback=numbers, default="16,64,259,1024,2051,4096", show_default=True)
+@click.option("--answers", callback=numbers, default="16,64,256,1024", show_default=True)
 @click.option("--shared", default=1500, show_default=True, help="tokens; 0: not measured")
 @click.option("--processes", default=8, show_default=True)
 def main(

@@ -1,10 +1,6 @@
-"""`/v1/messages`: the answer, complete or as named events, in Anthropic's format.
+"""`/v1/messages`: the answer, complete or as named events, in Anthropic's format."""
 
-An answer that is not streamed is the final state of what makes the events, so it cannot differ from a
-streamed one.
-"""
-
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,11 +10,9 @@ from pydantic_core import from_json
 
 from gateway.anthropic.errors import MessagesError, messages_error
 from gateway.anthropic.request import MessagesRequest
-from gateway.core.events import Accepted, Delta, Event, Piece, Reasoning, Timings, Usage
+from gateway.core.events import Delta, Piece, Reasoning, Timings, Usage
 from gateway.errors import GatewayError, UpstreamProtocolError
-from gateway.http.sse import frame_named
-from gateway.openai.answer import encode, incomplete
-from gateway.openai.responses_document import new_id
+from gateway.openai.answer import EventsAnswer, encode, incomplete, new_id
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -179,51 +173,39 @@ def _object(name: str, arguments: str, *, cut: bool) -> dict[str, Any]:
     return read
 
 
-class MessagesAnswer:
-    """An `Answer` to a request for a message, and the `StreamWriter` of its events."""
+class MessagesAnswer(EventsAnswer):
+    """The answer to a request for a message."""
+
+    document: MessageDocument
 
     def __init__(self, request: MessagesRequest, request_id: str) -> None:
         self._request_id = request_id
         self._stops = frozenset(request.sampling()["stop"])
-        self._message = MessageDocument(
+        self.document = MessageDocument(
             id=new_id("msg"), model=request.model, usage=MessagesUsage(input_tokens=0)
         )
         self._blocks: list[_Block] = []
         self._last: Delta | None = None
         """The one with the finish reason."""
 
-    async def complete(self, _accepted: Accepted, events: AsyncIterator[Event]) -> MessageDocument:
-        """Return the complete message."""
-        async for event in events:
-            if type(event) is Delta:
-                for _ in self._take(event):
-                    pass
-        return self._complete()
+    def _begin(self) -> list[Struct]:
+        usage = MessagesUsage(input_tokens=self.accepted.prompt_tokens)
+        return [_Start(replace(self.document, usage=usage))]
 
-    def stream(self, accepted: Accepted) -> "MessagesAnswer":
-        """Return this, as the writer of the message's events."""
-        self._message = replace(self._message, usage=MessagesUsage(input_tokens=accepted.prompt_tokens))
-        return self
+    def _take(self, delta: Delta) -> list[Struct]:
+        if delta.finish_reason is not None:
+            self._last = delta
+        return [*self._added(delta)]
 
-    def begin(self) -> bytes:
-        """Return the message without its content."""
-        return _frame(_Start(self._message))
-
-    def write(self, event: Event) -> bytes:
-        """Return what `event` adds."""
-        return _frame(*self._take(event)) if type(event) is Delta else b""
-
-    def close(self) -> bytes:
-        """Return why the message ended, and its token counts."""
-        message = self._complete()
+    def _end(self) -> list[Struct]:
+        message = self.document = self._complete()
         end = _End(message.stop_reason or "end_turn", message.stop_sequence)
-        return _frame(*self._stop_block(), _Delta(end, message.usage), _Stop())
+        return [*self._stop_block(), _Delta(end, message.usage), _Stop()]
 
-    def fail(self, error: GatewayError) -> bytes:
-        """Return the error."""
-        return _frame(messages_error(error, self._request_id))
+    def _fail(self, error: GatewayError) -> list[Struct]:
+        return [messages_error(error, self._request_id)]
 
-    def _take(self, delta: Delta) -> Iterator[Struct]:
+    def _added(self, delta: Delta) -> Iterator[Struct]:
         for piece in delta.pieces:
             text = piece if isinstance(piece, str) else _text_of(piece)
             if not self._blocks or not self._blocks[-1].goes_on_with(piece):
@@ -234,8 +216,6 @@ class MessagesAnswer:
                 yield _BlockStart(len(self._blocks) - 1, self._blocks[-1].start)
             if text:
                 yield _BlockDelta(len(self._blocks) - 1, self._blocks[-1].added(text))
-        if delta.finish_reason is not None:
-            self._last = delta
 
     def _stop_block(self) -> Iterator[Struct]:
         if self._blocks:
@@ -260,7 +240,7 @@ class MessagesAnswer:
         elif any(isinstance(block, AnswerToolUse) for block in content):
             reason, stopped_by = "tool_use", None
         return replace(
-            self._message,
+            self.document,
             content=content,
             stop_reason=reason,
             stop_sequence=stopped_by,
@@ -270,8 +250,3 @@ class MessagesAnswer:
 
 def _text_of(piece: Any) -> str:
     return str(piece.text if isinstance(piece, Reasoning) else piece.arguments)
-
-
-def _frame(*events: Struct) -> bytes:
-    """Write events; each has its name as its type."""
-    return frame_named((str(event.__struct_config__.tag), encode(event)) for event in events)

@@ -1,7 +1,6 @@
 """Errors as clients of `/v1/messages` read them: Anthropic's types, and the status that all routes have."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from msgspec import Struct
@@ -12,17 +11,15 @@ REQUEST_ID_HEADER: Final = "Request-Id"
 """Where these clients look for a request's id."""
 
 _ROUTE: Final = "/v1/messages"
-_TYPES: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-        504: "timeout_error",
-    }
-)
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _SERVER_ERROR: Final = 500
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -32,23 +31,20 @@ from gateway.openai.document import (
     Body,
     Content,
     Items,
-    Reading,
     Strict,
     Unread,
     at_most,
+    branch_of,
     fault,
     if_read,
     ignore,
     text_of,
-    type_of,
 )
 from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopString, TokenBound
 from gateway.openai.structured import Schema, schema_grammar, shallow
-from gateway.openai.tools import ChoiceMode, Function, ToolName, offer_of
+from gateway.openai.tools import CallId, ChoiceMode, Function, ToolName, offer_of
 from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
-
-CallId = Annotated[str, Field(min_length=1)]
 
 
 class TextInput(Strict, place="messages.content"):
@@ -86,10 +82,6 @@ class UrlSource(Strict, place="messages.content.source"):
     url: DataUrl
 
 
-def _kind_of(value: Any) -> str:
-    return f"a {type_of(value)}"  # not the type alone: errors would take it for the key of the same name
-
-
 class ImageInput(Strict, place="messages.content"):
     """An image, for models that see."""
 
@@ -97,7 +89,7 @@ class ImageInput(Strict, place="messages.content"):
     source: Annotated[
         Annotated[Base64Source, Tag("a base64")] | Annotated[UrlSource, Tag("a url")],
         Discriminator(
-            _kind_of,
+            branch_of,
             custom_error_type="source_type",
             custom_error_message="only sources of the types base64 and url are supported",
         ),
@@ -131,15 +123,8 @@ class ThinkingInput(Strict, place="messages.content"):
     """What a model thought before an earlier answer: for one whose chat template reads it, else ignored."""
 
     type: Literal["thinking"]
-    thinking: str
+    thinking: Annotated[str | None, if_read("messages.content.thinking", *REASONED)]
     signature: Annotated[Unread, BOOKKEEPING] = None
-
-    @model_validator(mode="after")
-    def _ignored(self, info: ValidationInfo) -> Self:
-        if not self.thinking or not Reading.of(info).read.isdisjoint(REASONED):
-            return self
-        ignore(info, "messages.content.thinking")
-        return self.model_copy(update={"thinking": ""})
 
 
 class RedactedThinkingInput(Strict, place="messages.content"):
@@ -162,20 +147,18 @@ Block = Annotated[
     | Annotated[ThinkingInput, Tag("a thinking")]
     | Annotated[RedactedThinkingInput, Tag("a redacted_thinking")],
     Discriminator(
-        _kind_of,
+        branch_of,
         custom_error_type="block_type",
         custom_error_message="only blocks of the types text, image, tool_use, tool_result, thinking and "
         "redacted_thinking are supported",
     ),
 ]
 
-_BLOCKS: Mapping[str, tuple[type[Strict], ...]] = MappingProxyType(
-    {
-        "system": (TextInput,),
-        "user": (TextInput, ImageInput, ToolResultInput),
-        "assistant": (TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
-    }
-)
+_BLOCKS: Final[Mapping[str, tuple[type[Strict], ...]]] = {
+    "system": (TextInput,),
+    "user": (TextInput, ImageInput, ToolResultInput),
+    "assistant": (TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
+}
 """Those that a message of a role may have."""
 
 
@@ -235,7 +218,7 @@ def _answer(blocks: Iterable[Block], field: str) -> Message:
             calls.append(PastCall(id=block.id, name=block.name, arguments=block.input))
             texts.append("")
         elif isinstance(block, ThinkingInput):
-            reasoning.append(block.thinking)
+            reasoning.append(block.thinking or "")
     return Message(
         role="assistant",
         content="\n\n".join(filter(None, texts)),
@@ -308,12 +291,8 @@ class OutputConfig(Strict, place="output_config"):
 class ConversationRequest(Body):
     """What makes a prompt. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"container": None, "mcp_servers": [], "output_format": None}
-    )
-    refusals: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"output_format": "is an older name: give output_config.format"}
-    )
+    unsupported: ClassVar[Mapping[str, Any]] = {"container": None, "mcp_servers": [], "output_format": None}
+    refusals: ClassVar[Mapping[str, str]] = {"output_format": "is an older name: give output_config.format"}
 
     messages: Annotated[
         Items[MessageInput], Field(min_length=1, max_length=MESSAGES_LIMIT), at_most(MESSAGES_LIMIT)
@@ -358,10 +337,6 @@ class ConversationRequest(Body):
 
 class MessagesRequest(ConversationRequest, GenerationRequest):
     """A request for a message. Null means absent everywhere."""
-
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {**GenerationRequest.unsupported, **ConversationRequest.unsupported}
-    )
 
     max_tokens: TokenBound
     stop_sequences: Annotated[Items[StopString], Field(max_length=STOPS_LIMIT)] | None = None

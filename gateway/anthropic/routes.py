@@ -11,10 +11,7 @@ from gateway.http.openapi import body_of, complete, streamed_or_complete
 from gateway.http.routes import (
     AnsweringDep,
     GatewayDep,
-    JsonBody,
-    ReadingDep,
     RecordDep,
-    TokenizerBody,
     respond_with,
 )
 from gateway.settings.values import Scope
@@ -38,11 +35,9 @@ router = APIRouter(dependencies=[Depends(_key)], default_response_class=Response
     openapi_extra=body_of(MessagesRequest),
     responses=streamed_or_complete(MessageDocument, MessagesEvent, error=MessagesError),
 )
-async def create_message(
-    body: JsonBody, reading: ReadingDep, record: RecordDep, answering: AnsweringDep
-) -> Response:
+async def create_message(record: RecordDep, answering: AnsweringDep) -> Response:
     """Answer a conversation in Anthropic's format, at once or as a stream of named events."""
-    request = await answering.read(MessagesRequest, body, reading)
+    request = await answering.read(MessagesRequest)
     return await answering.respond(request, MessagesAnswer(request, record.request_id), ping=_PING)
 
 
@@ -51,7 +46,7 @@ async def create_message(
     openapi_extra=body_of(CountTokensRequest),
     responses=complete(TokensCount, error=MessagesError),
 )
-async def count_tokens(body: TokenizerBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def count_tokens(answering: AnsweringDep) -> Response:
     """Count the tokens of a conversation as the model would be given it."""
-    tokens = await answering.tokens(await answering.read(CountTokensRequest, body, reading))
+    tokens = await answering.tokens(await answering.read(CountTokensRequest, tokenizes=True))
     return respond_with(TokensCount(len(tokens.ids)))

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -158,28 +157,24 @@ class ChatForm:
         return self.tools is None
 
 
-_FORMS: Final[Mapping[str, ChatForm]] = MappingProxyType(
-    {
-        form.name: form
-        for form in (
-            ChatForm("chatglm2", "ChatGLM2", _SENTENCE_PIECES),
-            ChatForm(
-                "chatglm3",
-                "ChatGLM3",
-                _SENTENCE_PIECES,
-                ToolForm(
-                    NOTATIONS["chatglm3"], FencedCallReader, LiteralCallReader, INSTRUCTION, "interpreter"
-                ),
-            ),
-            ChatForm(
-                "glm4",
-                "GLM-4",
-                TokenizerForm("ChatGLM4Tokenizer", "<|endoftext|>", "<|endoftext|>"),
-                ToolForm(NOTATIONS["glm4"], JsonCallReader, JsonCallReader),
-            ),
-        )
-    }
-)
+_FORMS: Final[Mapping[str, ChatForm]] = {
+    form.name: form
+    for form in (
+        ChatForm("chatglm2", "ChatGLM2", _SENTENCE_PIECES),
+        ChatForm(
+            "chatglm3",
+            "ChatGLM3",
+            _SENTENCE_PIECES,
+            ToolForm(NOTATIONS["chatglm3"], FencedCallReader, LiteralCallReader, INSTRUCTION, "interpreter"),
+        ),
+        ChatForm(
+            "glm4",
+            "GLM-4",
+            TokenizerForm("ChatGLM4Tokenizer", "<|endoftext|>", "<|endoftext|>"),
+            ToolForm(NOTATIONS["glm4"], JsonCallReader, JsonCallReader),
+        ),
+    )
+}
 
 
 def known_form(name: str | None) -> ChatForm | None:

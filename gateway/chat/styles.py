@@ -25,7 +25,6 @@ from gateway.core.events import CallPart
 
 _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
-_ARGS: Final = "[ARGS]"
 _CALLS: Final = "[TOOL_CALLS]"
 _PYTHON: Final = "<|python_tag|>"
 _LONGEST_NAME: Final = 64
@@ -196,11 +195,11 @@ class CallStyle:
     """The mark before calls; empty: an answer may begin with one."""
     closing: str
     """The mark behind a call, which the answer's end may replace; empty: only that."""
-    begins: Callable[[str], bool]
+    heads: tuple[re.Pattern[str], ...]
+    """How a call begins, one way or another: with its name and, perhaps, the beginning of its arguments."""
+    begins: Callable[[str], bool] = lambda _: True
     """Whether what came so far, without white space before it, may still be a call."""
-    head: Callable[[str], Head | None]
-    """Reads a call's beginning; None: no name came yet, or not where it is expected."""
-    read: Callable[[str], list[CallPart] | None]
+    read: Callable[[str], list[CallPart] | None] = lambda _: None
     """Reads what stands between the marks, where `head` found no arguments; None: it is no call."""
     arguments: Callable[[str, Collection[str]], Arguments] = ObjectArguments
     """Makes a reader of arguments that end at the given mark, given the names of those that are strings."""
@@ -208,6 +207,14 @@ class CallStyle:
     """An answer may begin with a call without a mark."""
     separators: str = ""
     """What may stand behind a call's object: another call follows, but for `]`."""
+
+    def head(self, text: str) -> Head | None:
+        """Read a call's beginning; None: no name came yet, or not where it is expected."""
+        for form in self.heads:
+            if (found := form.match(text)) is not None:
+                wrapping = Wrapping.OBJECT if form is _OBJECT_HEAD else Wrapping.NONE
+                return Head(found[1], found.start(2) if found[2] else None, wrapping)
+        return None
 
 
 def possible_beginning(text: str, mark: str) -> int:
@@ -228,46 +235,15 @@ _FUNCTION_HEAD: Final = re.compile(r"\s*<function=([^\s<>]+)>\s*(<parameter=|</f
 _LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
 
 
-def _head_of(text: str, form: re.Pattern[str], wrapping: Wrapping = Wrapping.NONE) -> Head | None:
-    found = form.match(text)
-    if found is None:
-        return None
-    return Head(found[1], found.start(2) if found[2] else None, wrapping)
-
-
-def _object_head(text: str) -> Head | None:
-    return _head_of(text, _OBJECT_HEAD, Wrapping.OBJECT)
-
-
-def _mistral_head(text: str) -> Head | None:
-    return _object_head(text) or _head_of(text, _ARGS_HEAD)
-
-
-def _pairs_head(text: str) -> Head | None:
-    return _head_of(text, _PAIRS_HEAD)
-
-
-def _function_head(text: str) -> Head | None:
-    return _head_of(text, _FUNCTION_HEAD)
-
-
-def _line_head(text: str) -> Head | None:
-    return _head_of(text, _LINE_HEAD)
-
-
-def _named(document: Any, *keys: str) -> CallPart | None:
-    """Return the call in an object with a name and, under one of `keys`, an object of arguments."""
+def _named(document: Any) -> CallPart | None:
+    """Return the call in an object with a name and, perhaps, an object of arguments."""
     if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
-    for key in keys:
-        if isinstance(arguments := document.get(key), dict):
+    given = [document[key] for key in ("arguments", "parameters") if key in document]
+    for arguments in given or [{}]:
+        if isinstance(arguments, dict):
             return CallPart(document["name"], json.dumps(arguments, ensure_ascii=False))
-    return CallPart(document["name"], "{}") if not any(key in document for key in keys) else None
-
-
-def _all(parts: list[CallPart | None]) -> list[CallPart] | None:
-    found = [part for part in parts if part is not None]
-    return found if found and len(found) == len(parts) else None
+    return None
 
 
 def _read_objects(text: str) -> list[CallPart] | None:
@@ -282,18 +258,14 @@ def _read_objects(text: str) -> list[CallPart] | None:
         documents += document if isinstance(document, list) else [document]
         while at < len(text) and text[at] in ";, \n\t":
             at += 1
-    return _all([_named(each, "arguments", "parameters") for each in documents])
+    calls = [call for each in documents if (call := _named(each)) is not None]
+    return calls if calls and len(calls) == len(documents) else None
 
 
 def _read_pairs(text: str) -> list[CallPart] | None:
     """Read a call without arguments: with the first pair, `head` has found it."""
     name = text.strip()
     return [CallPart(name, "{}")] if name and not any(each.isspace() for each in name) else None
-
-
-def _read_nothing(_: str) -> list[CallPart] | None:
-    """Where a call's beginning was not found, there is none."""
-    return None
 
 
 def _value(text: str) -> Any:
@@ -306,10 +278,6 @@ def _value(text: str) -> Any:
 
 def _no_json(constant: str) -> NoReturn:
     raise ValueError(constant)
-
-
-def _anything(_: str) -> bool:
-    return True
 
 
 def _begins_object(text: str) -> bool:
@@ -337,16 +305,14 @@ STYLES: Final = {
             name="hermes",
             opening=_CALL,
             closing=_CALLED,
-            begins=_anything,
-            head=_object_head,
+            heads=(_OBJECT_HEAD,),
             read=_read_objects,
         ),
         CallStyle(
             name="glm45",
             opening=_CALL,
             closing=_CALLED,
-            begins=_anything,
-            head=_pairs_head,
+            heads=(_PAIRS_HEAD,),
             read=_read_pairs,
             arguments=KeyedArguments,
         ),
@@ -354,17 +320,14 @@ STYLES: Final = {
             name="qwen3coder",
             opening=_CALL,
             closing=_CALLED,
-            begins=_anything,
-            head=_function_head,
-            read=_read_nothing,
+            heads=(_FUNCTION_HEAD,),
             arguments=TaggedArguments,
         ),
         CallStyle(
             name="mistral",
             opening=_CALLS,
             closing="",
-            begins=_anything,
-            head=_mistral_head,
+            heads=(_OBJECT_HEAD, _ARGS_HEAD),
             read=_read_objects,
             separators=",]",
         ),
@@ -373,7 +336,7 @@ STYLES: Final = {
             opening=_PYTHON,
             closing="",
             begins=_begins_object,
-            head=_object_head,
+            heads=(_OBJECT_HEAD,),
             read=_read_objects,
             unmarked=True,
             separators=";,",
@@ -383,8 +346,7 @@ STYLES: Final = {
             opening="",
             closing="",
             begins=_begins_line,
-            head=_line_head,
-            read=_read_nothing,
+            heads=(_LINE_HEAD,),
             unmarked=True,
         ),
     )

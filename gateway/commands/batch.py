@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -276,7 +276,10 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
     stopped = False
     while batch.running:
         try:
-            _write(batch.result, out, counts)
+            if (document := batch.result()) is not None:
+                out.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
+                out.flush()
+                counts.add(document)
             progress.show(str(counts))
         except KeyboardInterrupt:
             if stopped:
@@ -285,13 +288,6 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
             batch.stop()
             progress.say("stopping: waiting for what was asked already; Ctrl-C again drops it")
     return stopped
-
-
-def _write(result: Callable[[], dict[str, Any] | None], out: BinaryIO, counts: _Counts) -> None:
-    if (document := result()) is not None:
-        out.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
-        out.flush()
-        counts.add(document)
 
 
 @click.command()

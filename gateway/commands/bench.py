@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -24,38 +25,25 @@ _MOST_PROCESSES: Final = 8
 _INTERRUPTED: Final = 130
 
 
-class Numbers(click.ParamType[tuple[float, ...]]):
-    """Numbers separated by commas."""
-
-    name = "N,N,..."
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        """Parse the numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(float(each) for each in str(value).split(",") if each)
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers", param, ctx)
+def numbers(_context: click.Context, _parameter: click.Parameter, given: str) -> tuple[float, ...]:
+    """Read numbers separated by commas."""
+    try:
+        return tuple(float(each) for each in given.split(",") if each)
+    except ValueError:
+        raise click.BadParameter(f"{given!r} is not a list of numbers") from None
 
 
-class Fields(click.ParamType[dict[str, Any]]):
-    """An object in JSON."""
+def fields(_context: click.Context, _parameter: click.Parameter, given: str) -> dict[str, Any]:
+    """Read an object in JSON."""
+    found: object = None
+    with suppress(ValueError):
+        found = json.loads(given)
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{given!r} is not an object in JSON")
+    return found
 
-    name = "JSON"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> dict[str, Any]:
-        """Parse the object."""
-        found: object = value
-        with suppress(ValueError):
-            found = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(found, dict):
-            self.fail(f"{value!r} is not an object in JSON", param, ctx)
-        return found
+_listed = partial(click.option, callback=numbers, metavar="N,N,...")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +151,22 @@ def measure(
     show_default=True,
     help="prompts of random words, as a chat or a completion, or of random token ids",
 )
-@click.option("--prompt", type=Numbers(), default="64", show_default=True, help="lengths, in words or ids")
-@click.option("--out", type=Numbers(), default="128", show_default=True, help="tokens of each answer")
+@_listed("--prompt", default="64", show_default=True, help="lengths, in words or ids")
+@_listed("--out", default="128", show_default=True, help="tokens of each answer")
 @click.option(
     "--spread", default=0.0, show_default=True, help="of the lengths: 1, as of mixed traffic; 0: none"
 )
 @click.option("--shared", default=0, show_default=True, help="ids at the beginning common to all prompts")
-@click.option("--clients", type=Numbers(), default="1,8,32", show_default=True, help="of a closed loop")
+@_listed("--clients", default="1,8,32", show_default=True, help="of a closed loop")
 @click.option(
     "--rounds", type=click.IntRange(1), default=2, show_default=True, help="requests of each client"
 )
-@click.option("--rate", type=Numbers(), default="", help="requests a second of an open loop, instead")
+@_listed("--rate", default="", help="requests a second of an open loop, instead")
 @click.option("--seconds", default=20.0, show_default=True, help="of an open loop")
 @click.option("--temperature", default=1.0, show_default=True)
-@click.option("--also", type=Fields(), default="{}", help="further fields of the requests, as JSON")
+@click.option(
+    "--also", callback=fields, metavar="JSON", default="{}", help="further fields of the requests, as JSON"
+)
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option(
     "--ignore-eos/--no-ignore-eos",

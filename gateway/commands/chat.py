@@ -110,7 +110,8 @@ class Chat:
             for chunk in chunks:
                 usage = chunk.get("usage") or usage
                 delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
-                reasoning, content = delta.get("reasoning_content"), delta.get("content")
+                reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+                content = delta.get("content")
                 if reasoning or content:
                     first = first or time.monotonic()
                 if reasoning and not self._plain:

@@ -7,6 +7,7 @@ requests is read from the model's metadata, so that every contract is measured w
 import http.client
 import json
 import math
+import statistics
 import struct
 import sys
 import threading
@@ -22,6 +23,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gateway.commands.endpoint import DEFAULT_URL, ClientError, authorization, connected, fetch
+from gateway.commands.load_rows import percentile
 from gateway.kserve.contracts import (
     HEADER_LENGTH,
     HISTORY,
@@ -196,24 +198,19 @@ class Timing:
 
     def rows(self) -> dict[str, str | float]:
         """Return what is shown, by name; times are in milliseconds."""
-        times = self.times_ms
+        times = self.times_ms or [math.nan]
         return {
             "protocol": self.protocol,
-            "answered": len(times),
+            "answered": len(self.times_ms),
             "failed": len(self.failures),
             "seconds": self.seconds,
             "min": percentile(times, 0),
-            "mean": sum(times) / len(times) if times else math.nan,
+            "mean": statistics.fmean(times),
             "p50": percentile(times, 50),
             "p90": percentile(times, 90),
             "p99": percentile(times, 99),
             "max": percentile(times, 100),
         }
-
-
-def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Return the smallest of `ordered` that at least `percent` of them do not exceed; NaN if empty."""
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
 def measure(protocol: str, connect: Callable[[], AbstractContextManager[Ask]], work: Work) -> Timing:

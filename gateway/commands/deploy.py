@@ -39,7 +39,8 @@ class Plan:
     cpu: str
     """Of a Triton's pod, as its memory."""
     memory: str
-    gpu: bool
+    gpu: int
+    """How many a Triton has: one or none."""
     least: int
     """Tritons, as `most`."""
     most: int
@@ -249,17 +250,13 @@ def _instances(_context: click.Context, _parameter: click.Parameter, given: str)
 )
 def deploy(
     *,
-    models: dict[str, str],
-    cpu: str,
-    memory: str,
-    gpu: int,
     instances: tuple[int, int],
     scaler: Scaler | None,
     prometheus: str | None,
-    namespace: str,
     image: str | None,
     triton_image: str | None,
     out: Path | None,
+    **same: Any,
 ) -> None:
     """Write manifests for Kubernetes: gateways, Tritons, and what scales them; `kubectl apply -f` takes them.
 
@@ -275,18 +272,8 @@ def deploy(
     if prometheus is not None and scaler != "keda":
         raise click.UsageError("--prometheus is for --keda.")
     given = {"gateway": image, "triton": triton_image}
-    plan = Plan(
-        models=models,
-        cpu=cpu,
-        memory=memory,
-        gpu=bool(gpu),
-        least=least,
-        most=most,
-        scaler=scaler,
-        namespace=namespace,
-        images={name: value for name, value in given.items() if value is not None},
-        prometheus=prometheus,
-    )
+    images = {name: value for name, value in given.items() if value is not None}
+    plan = Plan(least=least, most=most, scaler=scaler, images=images, prometheus=prometheus, **same)
     documents = render(plan)
     if out is None:
         click.echo(yaml.safe_dump_all(documents, sort_keys=False, width=110), nl=False)

@@ -1,7 +1,7 @@
 """A client for HTTP/1.1 that needs very little CPU time, so that a benchmark measures the server only.
 
 One connection carries one request at a time and is kept for the next. Server-sent events are timed when their
-bytes arrive, before anything is decoded. It understands only what servers with OpenAI's API send.
+bytes arrive, before anything is decoded.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
+from httptools import HttpParserError, HttpResponseParser
+
 _EVENT_END = b"\n\n"
-_HEAD_END = b"\r\n\r\n"
-_LINE_END = b"\r\n"
 _DATA = b"data: "
 _OK = 200
 _SHOWN_BYTES = 300
@@ -31,18 +31,12 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._received = b""
+        self._parser = HttpResponseParser(self)
         self._answered: asyncio.Future[bytes] | None = None
         self._on_event: OnEvent | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._status: int | None = None
-        self._left = 0
-        """Bytes of the body, or of its current chunk, that are still to come."""
-        self._chunked = False
-        self._complete = False
         self._body = b""
+        """Of the answer, without events that were taken."""
+        self._complete = False
 
     @property
     def open(self) -> bool:
@@ -71,7 +65,7 @@ class Connection(asyncio.Protocol):
         """
         if self._transport is None:
             raise HttpError("the connection is closed")
-        self._begin()
+        self._body, self._complete = b"", False
         self._on_event = on_event
         self._answered = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -80,62 +74,26 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process bytes as they arrive."""
         now = monotonic()
-        self._received += data
         try:
-            while not self._complete and self._advance():
-                pass
+            self._parser.feed_data(data)
             self._deliver_events(now)
-        except (ValueError, LookupError) as error:
+        except (HttpParserError, ValueError, LookupError) as error:
             # What follows an answer that cannot be read cannot be read either.
             self._end(HttpError(f"the answer cannot be read: {error}"))
             self.close()
             return
         if self._complete:
-            ok = self._status == _OK
+            status = self._parser.get_status_code()
             said = self._body[:_SHOWN_BYTES].decode(errors="replace")
-            self._end(None if ok else HttpError(f"status {self._status}: {said}"))
+            self._end(None if status == _OK else HttpError(f"status {status}: {said}"))
 
-    def _advance(self) -> bool:
-        """Read the next part of the answer; return False if it has not arrived yet."""
-        if self._status is None:
-            return self._read_head()
-        if self._left:
-            taken, self._received = self._received[: self._left], self._received[self._left :]
-            self._body += taken
-            self._left -= len(taken)
-            self._complete = not (self._left or self._chunked)
-            return bool(taken)
-        return self._read_chunk_size()
+    def on_body(self, body: bytes) -> None:
+        """Take more of the body; called by the parser, as is the next."""
+        self._body += body
 
-    def _read_head(self) -> bool:
-        head, found, rest = self._received.partition(_HEAD_END)
-        if not found:
-            return False
-        self._received = rest
-        first, *lines = head.lower().split(_LINE_END)
-        headers = dict(line.split(b":", 1) for line in lines)
-        self._status = int(first.split()[1])
-        self._chunked = headers.get(b"transfer-encoding", b"").strip() == b"chunked"
-        self._left = _size(headers.get(b"content-length", b"0"), 10)
-        self._complete = not (self._left or self._chunked)
-        return True
-
-    def _read_chunk_size(self) -> bool:
-        """Read the line with a chunk's size, after the line end of the previous chunk; 0 marks the end."""
-        start = len(_LINE_END) if self._received.startswith(_LINE_END) else 0
-        end = self._received.find(_LINE_END, start)
-        if end < 0:
-            return False
-        size = _size(self._received[start:end], 16)
-        after = end + len(_LINE_END)
-        if not size:
-            after += len(_LINE_END)  # no trailers
-            if len(self._received) < after:
-                return False
-            self._complete = True
-        self._left = size
-        self._received = self._received[after:]
-        return True
+    def on_message_complete(self) -> None:
+        """The answer is complete."""
+        self._complete = True
 
     def _deliver_events(self, now: float) -> None:
         if self._on_event is None or _EVENT_END not in self._body:
@@ -152,18 +110,6 @@ class Connection(asyncio.Protocol):
             self._answered.set_exception(error)
         else:
             self._answered.set_result(self._body)
-
-
-def _size(digits: bytes, base: int) -> int:
-    """Return a number of bytes.
-
-    Raises:
-        ValueError: it is none.
-    """
-    size = int(digits, base)
-    if size < 0:
-        raise ValueError(f"{size} bytes")
-    return size
 
 
 class Client:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import uvloop
 
 from gateway.commands.http_client import Client, HttpError
-from gateway.commands.load_answer import Answer
-from gateway.commands.load_rows import LoadRow, summarise
+from gateway.commands.load_rows import Answer, LoadRow, summarise
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
@@ -131,13 +130,13 @@ class _Part:
 
     workload: Workload
     name: str
-    clients: int
-    requests: int
-    rate: float
-    """Requests a second; 0: closed loop."""
-    seconds: float
     begin: float
     """On the clock of `time.monotonic`, which all processes of a machine share."""
+    clients: int = 0
+    requests: int = 0
+    rate: float = 0.0
+    """Requests a second; 0: closed loop."""
+    seconds: float = 0.0
 
 
 def closed_loop(pool: "LoadPool", workload: Workload, name: str, *, clients: int, requests: int) -> LoadRow:
@@ -188,12 +187,7 @@ class LoadPool:
         rate = sum(part.get("rate", 0.0) for part in parts)
         clients = sum(part.get("clients", 0) for part in parts)
         shares = [
-            _Part(
-                workload=workload,
-                name=f"{name}/{number}",
-                begin=begin,
-                **({"clients": 0, "requests": 0, "rate": 0.0, "seconds": 0.0} | part),
-            )
+            _Part(workload=workload, name=f"{name}/{number}", begin=begin, **part)
             for number, part in enumerate(parts)
         ]
         self._answered.value = 0

@@ -1,16 +1,97 @@
-"""Summarises answers as one row of a table."""
+"""Answers as a load generator sees them, streamed or not, and many of them as one row of a table."""
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
+from time import monotonic
 from typing import Any
 
-from gateway.commands.load_answer import Answer
+import msgspec
 
 TTFT_LIMIT_S = 0.5
 PER_TOKEN_LIMIT_S = 0.015
 """The limits that an answer must keep to count in `LoadRow.within`, both."""
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is a token in it: of text, of reasoning or of a call."""
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta = _Delta()
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Document(msgspec.Struct):
+    """The fields that are read of a chunk or of a complete answer, from either route."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+_decode = msgspec.json.Decoder(_Document).decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """The timing and token counts of one answer. Times are those of `time.monotonic`, in seconds."""
+
+    sent: float
+    pieces: list[float] = field(default_factory=list)
+    """Arrival time of each chunk that holds text, reasoning, part of a call, or the end of the answer."""
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    error: str | None = None
+    """The reason why the request counts as failed; None: it does not."""
+
+    def take_event(self, now: float, data: bytes) -> None:
+        """Process the data of one event of a stream."""
+        if data == b"[DONE]":
+            return
+        chunk = _decode(data)
+        if chunk.error:
+            self.error = str(chunk.error)
+        for choice in chunk.choices:
+            if choice.text or choice.delta.shows or choice.finish_reason:
+                self.pieces.append(now)
+        if chunk.usage is not None:
+            self._count(chunk.usage)
+
+    def finish(self, body: bytes | None) -> None:
+        """End the answer; `body` is that of an answer that was not streamed.
+
+        Raises:
+            ValueError: `body` is not an answer of an OpenAI server.
+        """
+        self.ended = monotonic()
+        if body is not None:
+            document = _decode(body)
+            self.pieces.append(self.ended)
+            if document.usage is not None:
+                self._count(document.usage)
+        if self.error is None and not (self.pieces and self.tokens):
+            self.error = "no text, or no token counts"
+
+    def _count(self, usage: _Usage) -> None:
+        self.prompt_tokens = usage.prompt_tokens
+        self.tokens = usage.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +182,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def table(kind: type[Any], rows: Iterable[Any], leave_out: Iterable[str] = ()) -> str:
     """Return dataclass rows as a Markdown table."""
-    names = [field.name for field in fields(kind) if field.name not in set(leave_out)]
+    names = [each.name for each in fields(kind) if each.name not in set(leave_out)]
     lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
     for row in rows:
         values = asdict(row)

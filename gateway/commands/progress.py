@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Final, Self
 
 _REWRITE_S: Final = 0.2
@@ -20,9 +19,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._text:
             self._write(self._text, end="\n")
 

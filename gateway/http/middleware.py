@@ -15,12 +15,12 @@ from difflib import get_close_matches
 from time import perf_counter
 from typing import Any
 
+import msgspec
 from fastapi.exceptions import RequestValidationError
-from msgspec import to_builtins
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -131,7 +131,7 @@ class RecordMiddleware:
         try:
             await self._app(scope, receive, watched_send)
         except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
-            failure = self._records.failed(record)
+            failure = record.fail_unexpectedly()
             if record.status is None:
                 await error_response(failure, scope["path"], record.request_id)(scope, receive, watched_send)
 
@@ -300,18 +300,19 @@ class _Body:
         return BodyTooLargeError(f"The body exceeds the limit of {self._max_bytes} bytes.")
 
 
-def error_response(error: GatewayError, path: str, request_id: str) -> JSONResponse:
+def error_response(error: GatewayError, path: str, request_id: str) -> Response:
     """Render `error` with its status and headers, in the form that clients of `path` expect."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    of_triton = path == "/v2" or path.startswith("/v2/")
-    document = {"error": error.message} if of_triton else render(error)
-    if is_of_messages(path):
-        document = to_builtins(messages_error(error, request_id))
-    return JSONResponse(document, error.status, headers)
+    document: Any = render(error)
+    if path == "/v2" or path.startswith("/v2/"):
+        document = {"error": error.message}
+    elif is_of_messages(path):
+        document = messages_error(error, request_id)
+    return Response(msgspec.json.encode(document), error.status, headers, "application/json")
 
 
 async def _gateway_error(request: Request, error: GatewayError) -> Response:

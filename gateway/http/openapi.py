@@ -15,6 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse
 
+from gateway.errors import ErrorDocument
+
 _REF = "#/components/schemas/{}"
 _COMPONENTS = "x-components"
 """Key under which an operation carries schemas until `install` moves them to the document's components."""
@@ -27,21 +29,6 @@ code { font-family: ui-monospace, monospace }
 td { border-top: 1px solid #8884; padding: .2rem .8rem .2rem 0; vertical-align: top }
 """
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-
-
-class ErrorBody(msgspec.Struct):
-    """What went wrong; `param` is the dotted path of the offending field."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorDocument(msgspec.Struct):
-    """Every answer that is not a success."""
-
-    error: ErrorBody
 
 
 def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:

@@ -81,18 +81,11 @@ class LoadRequest(UnloadRequest):
     reload: bool = Field(default=False, description="unload first what is loaded")
 
 
-class Change(Struct, frozen=True):
-    """The entries loaded or unloaded on one Triton, in this order; none if there was nothing to do."""
-
-    upstream: str
-    entries: list[str]
-
-
 class ModelChange(Struct, frozen=True):
     """The model as it is now, and what was done."""
 
     model: Model
-    changes: list[Change]
+    changes: list[EntriesChanged]
 
 
 async def _model_name(model_id: str) -> str:
@@ -137,5 +130,4 @@ def _answer(
 ) -> Response:
     card = gateway.upstream.model(model_id)  # whoever controls models controls all
     record.model = card.id
-    done = [Change(change.upstream, list(change.entries)) for change in changes]
-    return respond_with(ModelChange(Model.of(card, model_id), done))
+    return respond_with(ModelChange(Model.of(card, model_id), changes))

@@ -54,7 +54,6 @@ BODY_LIMIT_BYTES: Final = 16 * 1024
 """How much of a body is logged."""
 NAME_LIMIT: Final = 256
 """Characters of a model's name."""
-_RETRY_AFTER_S: Final = 1
 _READS: Final = frozenset({"GET", "HEAD"})
 """Methods of requests that nothing is sent to Triton for: they wait behind no burst."""
 
@@ -80,9 +79,9 @@ class Gateway:
     admission: Admission
     """Limits generations."""
     tokenizing: Admission
+    """Limits tokenizations, which work while the engines are full."""
     logits: Admission
     """Whose permits are the bytes of logits that answers hold."""
-    """Limits tokenizations, which work while the engines are full."""
     bodies: Bodies
     keyring: Keyring
     sites: Sites
@@ -223,6 +222,13 @@ class RequestRecord:
         if self.error is None:
             self.error = error
 
+    def fail_unexpectedly(self) -> InternalError:
+        """Log the exception that is being handled, and return what the client is told of it."""
+        _log.exception("a request failed unexpectedly")
+        failure = InternalError("The gateway failed; its log says why under this request's id.")
+        self.fail(failure)
+        return failure
+
     def forget_error(self) -> None:
         """Drop the error once it was reported, since its traceback refers to frames that hold this record.
 
@@ -333,13 +339,6 @@ class Records:
         record.resources.callback(drain.leave)
         if not (probe or record.method in _READS):
             await self._pacing.enter()
-
-    def failed(self, record: RequestRecord) -> InternalError:
-        """Log the exception that is being handled, and return what the client is told of it."""
-        _log.exception("a request failed unexpectedly")
-        failure = InternalError("The gateway failed; its log says why under this request's id.")
-        record.fail(failure)
-        return failure
 
     def _finish(self, record: RequestRecord, route_of: Callable[[], str], *, probe: bool) -> None:
         """Write the request's metrics, trace and log line, after everything else was released."""

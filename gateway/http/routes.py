@@ -4,7 +4,6 @@ Dependencies are coroutines, though they await nothing: FastAPI would run plain 
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from gateway.errors import (
     ClientGoneError,
     ContextLengthError,
     GatewayError,
-    InternalError,
     InvalidRequestError,
     NotFoundError,
     PermissionDeniedError,
@@ -33,7 +31,7 @@ from gateway.errors import (
 )
 from gateway.http.openapi import body_of, complete, streamed_or_complete
 from gateway.http.record import Gateway, RequestRecord
-from gateway.http.run import RunningRequest, check_context, check_limits
+from gateway.http.run import RunningRequest, check_limits
 from gateway.http.sites import name_of
 from gateway.http.sse import PING, EventStream
 from gateway.limits.admission import Admission
@@ -44,8 +42,7 @@ from gateway.openai.completions import Completion, CompletionAnswer, CompletionC
 from gateway.openai.document import Body, Reading
 from gateway.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, embeddings_answer
 from gateway.openai.params import GenerationRequest
-from gateway.openai.responses_answer import ResponsesAnswer
-from gateway.openai.responses_document import ResponseDocument, StreamEvent
+from gateway.openai.responses_answer import ResponseDocument, ResponsesAnswer, StreamEvent
 from gateway.openai.responses_request import ResponsesRequest
 from gateway.openai.tokenize import (
     DetokenizeAnswer,
@@ -62,8 +59,6 @@ from gateway.settings.values import Scope, is_loopback
 _RETRY_AFTER_S = 1
 _EMBEDDED_AT_ONCE = 32
 """Texts of one request: enough to fill a batch, and not everybody's places."""
-
-_log = logging.getLogger(__name__)
 
 
 async def _gateway(request: Request) -> Gateway:
@@ -149,10 +144,6 @@ async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -
     return await _read_json(request, gateway, record, gateway.admission)
 
 
-async def _tokenizer_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
-    return await _read_json(request, gateway, record, gateway.tokenizing)
-
-
 async def _read_json(
     request: Request, gateway: Gateway, record: RequestRecord, admission: Admission
 ) -> bytes:
@@ -163,7 +154,8 @@ async def _read_json(
     return await read_body(request, gateway, record)
 
 
-async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
+def _reading(gateway: Gateway, record: RequestRecord) -> Reading:
+    """Return how a body is read; what it ignores, the answer names."""
     served = gateway.models(record.key_name)
 
     def card(model: str) -> ModelCard | None:  # perhaps called on another thread, see `Bodies.read`
@@ -186,12 +178,8 @@ async def _reading(gateway: GatewayDep, record: RecordDep) -> Reading:
 
 JsonBody = Annotated[bytes, Depends(_json_body)]
 """Of what is for the engines; read only if there is a place for it."""
-TokenizerBody = Annotated[bytes, Depends(_tokenizer_body)]
-"""The same of what is for tokenizers."""
 OptionalBody = Annotated[bytes, Depends(read_body)]
 """Of whatever content type; perhaps empty."""
-ReadingDep = Annotated[Reading, Depends(_reading)]
-"""How the body is read; what it ignores, the answer names."""
 
 
 B = TypeVar("B", bound=Body)
@@ -201,14 +189,22 @@ class Answering:
     """Reads one request, runs and answers it."""
 
     def __init__(self, request: Request, gateway: GatewayDep, record: RecordDep) -> None:
-        self._receive = request.receive
+        self._request = request
         self._gateway = gateway
         self._record = record
         self._running = RunningRequest(gateway, record)
 
-    async def read(self, kind: type[B], body: bytes, reading: Reading) -> B:
-        """Read a body, see `Body.read`; while a large one is read, others are served."""
-        return await self._gateway.bodies.read(body, partial(kind.read, body, reading))
+    async def read(self, kind: type[B], *, tokenizes: bool = False) -> B:
+        """Read the body, see `Body.read`; while a large one is read, others are served.
+
+        Args:
+            kind: of request.
+            tokenizes: it is for a tokenizer, not for an engine: its place is among those requests.
+        """
+        gateway, record = self._gateway, self._record
+        admission = gateway.tokenizing if tokenizes else gateway.admission
+        body = await _read_json(self._request, gateway, record, admission)
+        return await gateway.bodies.read(body, partial(kind.read, body, _reading(gateway, record)))
 
     async def respond(
         self, request: GenerationRequest, answer: Answer, ping: ServerSentEvent = PING
@@ -230,12 +226,11 @@ class Answering:
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
         try:
-            check_context(generations, card)
-            accepted = await running.start(generations, self._receive, patience_s=patience_s)
+            accepted = await running.start(generations, self._request.receive, patience_s=patience_s)
         except ContextLengthError as error:
             raise ContextLengthError(error.message, param=error.param or request.subject) from None
         if accepted is not None and not request.stream:
-            return respond_with(await answer.complete(accepted, running))
+            return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
             _events(running, generations, answer, accepted, record),
@@ -257,7 +252,7 @@ class Answering:
         work = request.tokenization(request_id=record.request_id, deadline=record.deadline)
         try:
             return await self._running.call(
-                lambda: gateway.upstream.tokenize(work), self._receive, admission=gateway.tokenizing
+                lambda: gateway.upstream.tokenize(work), self._request.receive, admission=gateway.tokenizing
             )
         except InvalidRequestError as error:
             raise type(error)(error.message, param=error.param or request.subject) from None
@@ -285,7 +280,7 @@ class Answering:
                 raise failed.exceptions[0] from None
             return [task.result() for task in tasks]
 
-        vectors = await self._running.call(every, self._receive)
+        vectors = await self._running.call(every, self._request.receive)
         record.observe(Accepted(prompt_tokens=sum(vector.tokens for vector in vectors)))
         return vectors
 
@@ -305,24 +300,21 @@ async def _events(
     record: RequestRecord,
 ) -> AsyncGenerator[bytes, None]:
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
-    writer = answer.stream(accepted or Accepted(prompt_tokens=0))
     try:
-        if accepted is None and (accepted := await running.accepted(generations)) is not None:
-            writer = answer.stream(accepted)
-        if written := writer.begin():
+        accepted = accepted or await running.accepted(generations)
+        if accepted is not None:
+            answer.accept(accepted)
+        if written := answer.begin():
             yield written
         async for event in running:
-            if written := writer.write(event):
+            if written := answer.write(event):
                 yield written
-        last = writer.close()
+        last = answer.close()
     except GatewayError as error:
         record.fail(error)
-        last = writer.fail(error)
+        last = answer.fail(error)
     except Exception:  # noqa: BLE001 - the stream's outermost frame: the client must get an end
-        _log.exception("a stream failed unexpectedly")
-        failure = InternalError("The gateway failed; its log says why under this request's id.")
-        record.fail(failure)
-        last = writer.fail(failure)
+        last = answer.fail(record.fail_unexpectedly())
     yield last
 
 
@@ -392,9 +384,9 @@ async def get_model(model_id: str, gateway: GatewayDep, record: RecordDep) -> Re
     openapi_extra=body_of(ChatRequest),
     responses=streamed_or_complete(ChatCompletion, ChatCompletionChunk, done=True),
 )
-async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def create_chat_completion(answering: AnsweringDep) -> Response:
     """Answer a conversation, at once or as a stream of events."""
-    request = await answering.read(ChatRequest, body, reading)
+    request = await answering.read(ChatRequest)
     return await answering.respond(request, ChatAnswer(request))
 
 
@@ -403,9 +395,9 @@ async def create_chat_completion(body: JsonBody, reading: ReadingDep, answering:
     openapi_extra=body_of(CompletionRequest),
     responses=streamed_or_complete(Completion, CompletionChunk, done=True),
 )
-async def create_completion(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def create_completion(answering: AnsweringDep) -> Response:
     """Continue a text, or token ids, at once or as a stream of events."""
-    request = await answering.read(CompletionRequest, body, reading)
+    request = await answering.read(CompletionRequest)
     return await answering.respond(request, CompletionAnswer(request))
 
 
@@ -414,9 +406,9 @@ async def create_completion(body: JsonBody, reading: ReadingDep, answering: Answ
     openapi_extra=body_of(ResponsesRequest),
     responses=streamed_or_complete(ResponseDocument, StreamEvent),
 )
-async def create_response(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def create_response(answering: AnsweringDep) -> Response:
     """Answer a conversation, at once or as a stream of named events. Nothing is stored."""
-    request = await answering.read(ResponsesRequest, body, reading)
+    request = await answering.read(ResponsesRequest)
     return await answering.respond(request, ResponsesAnswer(request))
 
 
@@ -425,9 +417,9 @@ async def create_response(body: JsonBody, reading: ReadingDep, answering: Answer
     openapi_extra=body_of(EmbeddingsRequest),
     responses=complete(EmbeddingsAnswer),
 )
-async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def create_embeddings(answering: AnsweringDep) -> Response:
     """Return the vectors of texts."""
-    request = await answering.read(EmbeddingsRequest, body, reading)
+    request = await answering.read(EmbeddingsRequest)
     return respond_with(embeddings_answer(request, await answering.vectors(request)))
 
 
@@ -436,15 +428,9 @@ async def create_embeddings(body: JsonBody, reading: ReadingDep, answering: Answ
     openapi_extra=body_of(TokenizeRequest),
     responses=complete(TokenizeAnswer),
 )
-async def tokenize(
-    body: TokenizerBody,
-    reading: ReadingDep,
-    gateway: GatewayDep,
-    record: RecordDep,
-    answering: AnsweringDep,
-) -> Response:
+async def tokenize(gateway: GatewayDep, record: RecordDep, answering: AnsweringDep) -> Response:
     """Return the ids of a text, or of a conversation as the model would be given it."""
-    request = await answering.read(TokenizeRequest, body, reading)
+    request = await answering.read(TokenizeRequest, tokenizes=True)
     tokens = await answering.tokens(request)
     max_context = gateway.model(request.model, record.key_name).max_context
     return respond_with(await tokenize_answer(tokens, max_context))
@@ -455,18 +441,16 @@ async def tokenize(
     openapi_extra=body_of(DetokenizeRequest),
     responses=complete(DetokenizeAnswer),
 )
-async def detokenize(body: TokenizerBody, reading: ReadingDep, answering: AnsweringDep) -> Response:
+async def detokenize(answering: AnsweringDep) -> Response:
     """Return the text of a model's token ids."""
-    tokens = await answering.tokens(await answering.read(DetokenizeRequest, body, reading))
+    tokens = await answering.tokens(await answering.read(DetokenizeRequest, tokenizes=True))
     return respond_with(DetokenizeAnswer(tokens.text))
 
 
 @router.get("/tokenizer_info", responses=complete(TokenizerInfo))
-async def describe_tokenizer(
-    reading: ReadingDep, gateway: GatewayDep, record: RecordDep, model: str | None = None
-) -> Response:
+async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str | None = None) -> Response:
     """Describe a model's tokenizer; `model` may be left out where one is served."""
-    name = model or reading.model
+    name = model or _reading(gateway, record).model
     if name is None:
         raise InvalidRequestError("Several models are served: name one, as ?model=...", param="model")
     card = gateway.model(name, record.key_name)

@@ -1,8 +1,8 @@
 """One request for text between its client and the upstream.
 
 A running generation is a race of the upstream's next event against the client's hang-up, the deadline and
-the end of a drain; the first to happen ends the others. Also checks what depends on a prompt's length: here
-only that of token ids is known, other prompts need a tokenizer. Knows nothing of JSON or server-sent events.
+the end of a drain; the first to happen ends the others. Also checks what depends on a prompt's length, which
+the upstream tells. Knows nothing of JSON or server-sent events.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from gateway.core.batch import together
 from gateway.core.events import Accepted, Event, Heartbeat
-from gateway.core.request import Generation, TokenIds
+from gateway.core.request import Generation
 from gateway.core.upstream import ModelCard
 from gateway.errors import (
     ClientGoneError,
@@ -30,7 +30,6 @@ from gateway.errors import (
 )
 from gateway.http.record import Gateway, RequestRecord
 from gateway.limits.admission import Admission
-from wire.limits import IDS_LIMIT
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
@@ -66,23 +65,6 @@ def check_limits(gateway: Gateway, record: RequestRecord, admission: Admission) 
         raise
 
 
-def check_context(generations: Sequence[Generation], card: ModelCard) -> None:
-    """Refuse prompts of ids that `card`'s model would refuse, with the same message.
-
-    A model that is not ready is not checked: it may come back with a larger context.
-
-    Raises:
-        ContextLengthError: a prompt is too long, by itself or with the requested answer.
-    """
-    if card.max_context is None or not card.ready:
-        return
-    for generation in generations:
-        if isinstance(generation.prompt, TokenIds):
-            keep = generation.truncate_prompt_tokens
-            if keep is None or keep > 0:
-                _check(min(len(generation.prompt.ids), keep or IDS_LIMIT), generation, card.max_context)
-
-
 def check_prompt_length(accepted: Accepted, card: ModelCard) -> None:
     """Refuse prompts that are longer together than is set for `card`'s model.
 
@@ -116,20 +98,6 @@ def check_prompt_logprobs(generations: Sequence[Generation], accepted: Accepted)
             f"times alternatives and one), and one answer may report {PROMPT_LOGPROBS_LIMIT}.",
             param="prompt_logprobs" if first.prompt_ranks else "logprobs",
         )
-
-
-def _check(length: int, generation: Generation, max_context: int) -> None:
-    wanted = generation.max_tokens
-    if length + (wanted or 1) <= max_context:  # for 0 the engine still samples one
-        return
-    reason = (
-        f"the prompt has {length} tokens; the context is {max_context}, one for the answer"
-        if wanted is None or length >= max_context
-        else f"the prompt has {length} tokens and max_tokens is {wanted}:"
-        f" together {length + wanted}, and the context is {max_context}"
-    )
-    field = generation.prompt_field
-    raise ContextLengthError(reason if field is None else f"{field}: {reason}", param=field)
 
 
 class RunningRequest(AsyncIterator[Event]):

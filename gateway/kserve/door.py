@@ -22,7 +22,7 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.http.record import Gateway, RequestRecord
-from gateway.http.run import Receive, RunningRequest, check_context
+from gateway.http.run import Receive, RunningRequest
 from gateway.kserve.contracts import (
     SIGNATURES,
     VERSION,
@@ -264,7 +264,6 @@ class Door:
             )
             for row, ids in enumerate(prompts.ids)
         ]
-        check_context(generations, card)
         running = RunningRequest(self.gateway, record)
         await running.start(generations, receive, logits_bytes=prompts.nbytes)
         logits = LogitsTensor(prompts)

@@ -263,7 +263,7 @@ class GrpcServer:
                 record.fail(error)
                 return _refused(error)
             except Exception:  # noqa: BLE001 - the outermost frame of a request: the server goes on
-                return _refused(self._records.failed(record))
+                return _refused(record.fail_unexpectedly())
             record.status = HTTPStatus.OK
             held = record.answer.pop_all()
             unsent.add(held)

@@ -1,7 +1,7 @@
 """What the answers of all generating routes share: head, token counts, log-probabilities, and streaming.
 
 A completion is streamed in chunks. An error after the first byte is a chunk with the error object. Every
-stream of chunks ends with `[DONE]`.
+stream of chunks ends with `[DONE]`. The other routes stream named events (`EventsAnswer`).
 
 Encoding happens for every chunk of every stream, so the documents are msgspec structs with one shared
 encoder.
@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -34,52 +34,55 @@ from gateway.core.events import (
 )
 from gateway.core.events import Usage as TokenCounts
 from gateway.errors import GatewayError, UpstreamProtocolError, render
-from gateway.http.sse import frame
-from gateway.openai.params import StreamOptions
+from gateway.http.sse import frame, frame_named
+from gateway.openai.params import AnyCompletionRequest, StreamOptions
 
 encode = msgspec.json.Encoder().encode
 
 _DONE = b"data: [DONE]\n\n"
 
 
-class StreamWriter(Protocol):
-    """Turns the events of one answer into framed server-sent events; each method returns one write."""
+class Answer(ABC):
+    """How one route writes the answer to one request: complete, or as a stream of server-sent events.
 
+    Of a stream, each method returns one write of framed events.
+    """
+
+    accepted = Accepted(prompt_tokens=0)
+    """What the upstream said of the request; a stream may begin before that."""
+
+    def accept(self, accepted: Accepted) -> Self:
+        """Note what the upstream said; return this."""
+        self.accepted = accepted
+        return self
+
+    @abstractmethod
+    async def complete(self, events: AsyncIterator[Event]) -> Struct:
+        """Return the events after the acceptance as one document.
+
+        Raises:
+            GatewayError: the generation failed.
+        """
+
+    @abstractmethod
     def begin(self) -> bytes:
         """Return what is sent as soon as the request is accepted."""
-        ...
 
+    @abstractmethod
     def write(self, event: Event) -> bytes:
         """Return what `event` adds: nothing for a heartbeat or text that is held back."""
-        ...
 
+    @abstractmethod
     def close(self) -> bytes:
         """Return the end of the stream, after the last event.
 
         Raises:
             UpstreamProtocolError: the events ended without usage, or a choice without a finish reason.
         """
-        ...
 
+    @abstractmethod
     def fail(self, error: GatewayError) -> bytes:
         """Return the end of a stream that `error` interrupted."""
-        ...
-
-
-class Answer(Protocol):
-    """How one route writes the answer to one request."""
-
-    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> Struct:
-        """Return the events after `accepted` as one document.
-
-        Raises:
-            GatewayError: the generation failed.
-        """
-        ...
-
-    def stream(self, accepted: Accepted) -> StreamWriter:
-        """Return a writer that streams the events after `accepted`."""
-        ...
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -129,6 +132,11 @@ class Document(Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     model: str
     system_fingerprint: str
+
+
+def new_id(kind: str) -> str:
+    """Make an id that tells what it is of."""
+    return f"{kind}_{secrets.token_hex(24)}"
 
 
 def new_head(kind: str, model: str) -> dict[str, Any]:
@@ -232,35 +240,26 @@ def incomplete() -> UpstreamProtocolError:
     return UpstreamProtocolError("The upstream ended the answer without a finish reason or token counts.")
 
 
-class ChunkStream(ABC):
-    """A `StreamWriter` of chunks; each route has its own documents.
+class ChunksAnswer(Answer):
+    """An answer that is streamed in chunks; each route has its own documents.
 
-    Args:
-        head: of every chunk.
-        chunk: the route's type of chunk, made from the head's fields, `choices` and `usage`.
-        accepted: has the prompt's token count, for running usage.
-        options: whether a last chunk without choices carries the usage. The chunks before it then carry null
-            or, with continuous usage, the counts so far.
-        choices: how many there are.
+    If requested, a last chunk without choices carries the usage. The chunks before it then carry null or,
+    with continuous usage, the counts so far.
     """
 
-    def __init__(
-        self,
-        head: dict[str, Any],
-        chunk: type[Struct],
-        accepted: Accepted,
-        options: StreamOptions | None,
-        choices: int,
-    ) -> None:
-        options = options or StreamOptions()
-        self._head = head
-        self._chunk = chunk
-        self._prompt_tokens = accepted.prompt_tokens
+    kind: ClassVar[str]
+    """What its id begins with."""
+    chunk: ClassVar[type[Struct]]
+    """Made from the head's fields, `choices` and `usage`."""
+
+    def __init__(self, request: AnyCompletionRequest) -> None:
+        options = request.stream_options or StreamOptions()
+        self._head = new_head(self.kind, request.model)
         self._completion_tokens = 0
         self._include_usage = bool(options.include_usage)
         self._continuous_usage = bool(options.continuous_usage_stats)
         self._no_usage = None if options.include_usage else UNSET
-        self._unfinished = choices
+        self._unfinished = request.choices
         self._counts: TokenCounts | None = None
 
     def begin(self) -> bytes:
@@ -275,8 +274,7 @@ class ChunkStream(ABC):
         self._counts = event.usage or self._counts
         if event.finish_reason is not None:
             self._unfinished -= 1
-        usage = self._usage(self._completion_tokens) if self._continuous_usage else self._no_usage
-        return frame(self._delta(event, usage))
+        return frame(self._delta(event, self._usage(self._completion_tokens)))
 
     def close(self) -> bytes:
         """Return the usage, if requested, and the end mark."""
@@ -294,10 +292,67 @@ class ChunkStream(ABC):
 
     def _encode(self, choices: Sequence[Struct], usage: Usage | UnsetType | None, **rest: Any) -> bytes:
         """Return a chunk of these choices."""
-        return encode(self._chunk(**self._head, choices=choices, usage=usage, **rest))
+        return encode(self.chunk(**self._head, choices=choices, usage=usage, **rest))
 
     def _usage(self, completion_tokens: int) -> Usage | UnsetType | None:
         """Return the usage in a chunk after which so many tokens were sent."""
         if not self._continuous_usage:
             return self._no_usage
-        return Usage(self._prompt_tokens, completion_tokens, self._prompt_tokens + completion_tokens)
+        prompt_tokens = self.accepted.prompt_tokens
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+
+class EventsAnswer(Answer):
+    """An answer that is streamed in named events; the name of each is its `type`.
+
+    One that is not streamed is the final state of what makes the events, so it cannot differ from a
+    streamed one.
+    """
+
+    document: Struct
+    """Its current state."""
+
+    async def complete(self, events: AsyncIterator[Event]) -> Struct:
+        """Return the complete answer."""
+        async for event in events:
+            if type(event) is Delta:
+                self._take(event)
+        self._end()
+        return self.document
+
+    def begin(self) -> bytes:
+        """Return the events before the first token."""
+        return _named(self._begin())
+
+    def write(self, event: Event) -> bytes:
+        """Return what `event` adds."""
+        return _named(self._take(event)) if type(event) is Delta else b""
+
+    def close(self) -> bytes:
+        """Return the events of the answer's end."""
+        return _named(self._end())
+
+    def fail(self, error: GatewayError) -> bytes:
+        """Return the events of an end by `error`."""
+        return _named(self._fail(error))
+
+    @abstractmethod
+    def _begin(self) -> list[Struct]: ...
+
+    @abstractmethod
+    def _take(self, delta: Delta) -> list[Struct]: ...
+
+    @abstractmethod
+    def _end(self) -> list[Struct]:
+        """Complete the document.
+
+        Raises:
+            UpstreamProtocolError: there was no finish reason or no usage.
+        """
+
+    @abstractmethod
+    def _fail(self, error: GatewayError) -> list[Struct]: ...
+
+
+def _named(events: Sequence[Struct]) -> bytes:
+    return frame_named((str(event.__struct_config__.tag), encode(event)) for event in events)

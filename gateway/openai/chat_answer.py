@@ -17,14 +17,13 @@ from gateway.core.events import (
     TokenLogprob,
 )
 from gateway.openai.answer import (
-    ChunkStream,
+    ChunksAnswer,
     Document,
     Gathered,
     PromptLogprobs,
     Usage,
     encode,
     gather,
-    new_head,
     prompt_logprobs_document,
     shown_token,
 )
@@ -197,14 +196,27 @@ def logprobs_document(
     )
 
 
-class ChatAnswer:
-    """An `Answer` to a chat request."""
+class ChatAnswer(ChunksAnswer):
+    """The answer to a chat request.
+
+    A stream has the roles first, then reasoning, text, calls and finish reasons, each in chunks of its own.
+    The roles of all choices come first and in order, whichever choice has text first: the SDK's accumulator
+    numbers choices by the order in which it sees them.
+    """
+
+    kind, chunk = "chatcmpl", ChatCompletionChunk
 
     def __init__(self, request: ChatRequest) -> None:
-        self._head = new_head("chatcmpl", request.model)
+        super().__init__(request)
         self._request = request
+        # An answer that may be calls alone has no content before there is any text.
+        self._no_content = None if request.tools or request.functions else ""
+        self._calls_started: Counter[int] = Counter()
+        """By choice."""
+        self._started = False
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
 
-    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> ChatCompletion:
+    async def complete(self, events: AsyncIterator[Event]) -> ChatCompletion:
         """Return the complete answer."""
         request = self._request
         answers, usage = await gather(events, request.choices)
@@ -223,14 +235,10 @@ class ChatAnswer:
                 for answer in answers
             ],
             usage=usage,
-            prompt_token_ids=_prompt_ids(accepted),
+            prompt_token_ids=_prompt_ids(self.accepted),
             # The same with each choice: there is one prompt.
             prompt_logprobs=prompt_logprobs_document(answers[0].prompt_logprobs, request.prompt_logprobs),
         )
-
-    def stream(self, accepted: Accepted) -> "ChatStream":
-        """Return a writer of the answer's chunks."""
-        return ChatStream(self._head, accepted, self._request)
 
     def _message(self, answer: Gathered) -> ResponseMessage:
         fields: dict[str, Any] = {"content": answer.text}
@@ -244,25 +252,6 @@ class ChatAnswer:
         elif functions:
             fields["tool_calls"] = [ToolCall(new_call_id(), function) for function in functions]
         return ResponseMessage(**fields)
-
-
-class ChatStream(ChunkStream):
-    """Writes the roles first, then reasoning, text, calls and finish reasons, each in chunks of its own.
-
-    The roles of all choices come first and in order, whichever choice has text first: the SDK's accumulator
-    numbers choices by the order in which it sees them.
-    """
-
-    def __init__(self, head: dict[str, Any], accepted: Accepted, request: ChatRequest) -> None:
-        super().__init__(head, ChatCompletionChunk, accepted, request.stream_options, request.choices)
-        self._request = request
-        self._prompt_ids = _prompt_ids(accepted)
-        # An answer that may be calls alone has no content before there is any text.
-        self._no_content = None if request.tools or request.functions else ""
-        self._calls_started: Counter[int] = Counter()
-        """By choice."""
-        self._started = False
-        self._templates: dict[int, tuple[bytes, bytes]] = {}
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         piece = delta.pieces[0] if len(delta.pieces) == 1 else None
@@ -284,7 +273,7 @@ class ChatStream(ChunkStream):
         usage = self._usage(0)
         first, *others = ([ChunkChoice(index, role)] for index in range(self._request.choices))
         return [
-            self._encode(first, usage, prompt_token_ids=self._prompt_ids),
+            self._encode(first, usage, prompt_token_ids=_prompt_ids(self.accepted)),
             *(self._encode(each, usage) for each in others),
         ]
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
@@ -18,11 +17,11 @@ from gateway.openai.document import (
     Strict,
     Unread,
     at_most,
+    branch_of,
     fault,
     if_read,
     ignore,
     text_of,
-    type_of,
 )
 from gateway.openai.images import ImagePart, images_of, joined
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
@@ -41,9 +40,9 @@ from wire.limits import TOP_LOGPROBS_LIMIT
 
 _DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
 
-_ROLES: Mapping[str, MessageRole] = MappingProxyType({"developer": "system", "function": "tool"})
+_ROLES: Final[Mapping[str, MessageRole]] = {"developer": "system", "function": "tool"}
 
-_ANSWERED: Mapping[str, str] = MappingProxyType({"tool": "tool_call_id", "function": "name"})
+_ANSWERED: Final[Mapping[str, str]] = {"tool": "tool_call_id", "function": "name"}
 """For roles of results, the field that says of which call. In other messages it has no use."""
 
 REASONED = frozenset({"reasoning_content", "reasoning"})
@@ -76,20 +75,9 @@ class ThinkingPart(Strict, place="messages.content"):
 
     text: ClassVar[str] = ""
     type: Literal["thinking"]
-    thinking: Content[TextPart]
+    thinking: Annotated[Content[TextPart] | None, if_read("messages.content.thinking", *REASONED)]
     signature: Annotated[Unread, BOOKKEEPING] = None
     closed: Annotated[Unread, BOOKKEEPING] = None
-
-    @model_validator(mode="after")
-    def _ignored(self, info: ValidationInfo) -> Self:
-        if not self.thinking or not Reading.of(info).read.isdisjoint(REASONED):
-            return self
-        ignore(info, "messages.content.thinking")
-        return self.model_copy(update={"thinking": ""})
-
-
-def _kind_of_part(value: Any) -> str:
-    return f"a {type_of(value)}"  # not the type alone: errors would take it for the key of the same name
 
 
 Part = Annotated[
@@ -98,7 +86,7 @@ Part = Annotated[
     | Annotated[RefusalPart, Tag("a refusal")]
     | Annotated[ThinkingPart, Tag("a thinking")],
     Discriminator(
-        _kind_of_part,
+        branch_of,
         custom_error_type="part_type",
         custom_error_message="only parts of the types text, image_url, refusal and thinking are supported",
     ),
@@ -139,7 +127,7 @@ Switches = Annotated[
 class ChatMessage(Strict, place="messages"):
     """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType({"audio": None})
+    unsupported: ClassVar[Mapping[str, Any]] = {"audio": None}
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | Items[Part], AfterValidator(_joined)] | None = None
@@ -227,20 +215,17 @@ def conversation(
 class ChatRequest(AnyCompletionRequest):
     """A chat completion request. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            **AnyCompletionRequest.unsupported,
-            "add_generation_prompt": True,
-            "add_special_tokens": False,
-            "audio": None,
-            "chat_template": None,
-            "continue_final_message": False,
-            "documents": None,
-            "echo": False,
-            "modalities": ["text"],
-            "web_search_options": None,
-        }
-    )
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "audio": None,
+        "chat_template": None,
+        "continue_final_message": False,
+        "documents": None,
+        "echo": False,
+        "modalities": ["text"],
+        "web_search_options": None,
+    }
 
     messages: Messages
     max_completion_tokens: Annotated[

@@ -5,7 +5,6 @@ In OpenAI's format, with token ids as in vLLM.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -24,13 +23,12 @@ from gateway.core.events import (
 from gateway.core.request import Generation, PlainText, TokenIds
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import (
-    ChunkStream,
+    ChunksAnswer,
     Document,
     Gathered,
     PromptLogprobs,
     Usage,
     gather,
-    new_head,
     prompt_logprobs_document,
     shown_token,
 )
@@ -50,6 +48,12 @@ def kind_of_prompt(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
+def prompts_of(given: Any) -> tuple[PlainText | TokenIds, ...]:
+    """Return what was given as one text, the ids of one, or a list of either, each of at least one item."""
+    several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    return tuple(PlainText(each) if isinstance(each, str) else TokenIds(tuple(each)) for each in several)
+
+
 Ids = Annotated[Items[TokenId], Field(min_length=1), at_most(IDS_LIMIT)]
 Prompts = Annotated[
     Annotated[str, Tag("text")]
@@ -63,14 +67,7 @@ Prompts = Annotated[
 class CompletionRequest(AnyCompletionRequest):
     """A text completion request. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            **AnyCompletionRequest.unsupported,
-            "add_special_tokens": True,
-            "suffix": "",
-        }
-    )
-
+    unsupported: ClassVar[Mapping[str, Any]] = {"add_special_tokens": True, "suffix": ""}
     subject: ClassVar[str] = "prompt"
 
     prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]
@@ -86,15 +83,7 @@ class CompletionRequest(AnyCompletionRequest):
     @cached_property
     def prompts(self) -> tuple[PlainText | TokenIds, ...]:
         """The prompts, at least one, built once: a body has room for millions of ids."""
-        if isinstance(self.prompt, str):
-            return (PlainText(self.prompt),)
-        if isinstance(self.prompt[0], int):
-            return (TokenIds(tuple(each for each in self.prompt if isinstance(each, int))),)
-        return tuple(
-            PlainText(each) if isinstance(each, str) else TokenIds(tuple(each))
-            for each in self.prompt
-            if not isinstance(each, int)
-        )
+        return prompts_of(self.prompt)
 
     @property
     def continued(self) -> PlainText | TokenIds:
@@ -236,14 +225,22 @@ class CompletionChunk(Document, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionAnswer:
-    """An `Answer` to a completion request, whose choices are numbered prompt by prompt."""
+class CompletionAnswer(ChunksAnswer):
+    """The answer to a completion request, whose choices are numbered prompt by prompt.
+
+    A stream has one chunk for each delta that shows something; the last one also has the finish reason.
+    """
+
+    kind, chunk = "cmpl", CompletionChunk
 
     def __init__(self, request: CompletionRequest) -> None:
-        self._head = new_head("cmpl", request.model)
+        super().__init__(request)
         self._request = request
+        self._writers = [self._writer() for _ in range(request.choices)]
+        """By choice."""
+        self._started: set[int] = set()
 
-    async def complete(self, accepted: Accepted, events: AsyncIterator[Event]) -> Completion:
+    async def complete(self, events: AsyncIterator[Event]) -> Completion:
         """Return the complete answer."""
         request = self._request
         answers, usage = await gather(events, request.choices)
@@ -255,7 +252,7 @@ class CompletionAnswer:
                     answer.text,
                     self._logprobs(answer),
                     answer.finish_reason,
-                    _prompt_ids(accepted, request, answer.index),
+                    _prompt_ids(self.accepted, request, answer.index),
                     answer.token_ids if request.return_token_ids else UNSET,
                     answer.stop_reason,
                     prompt_logprobs_document(answer.prompt_logprobs, request.prompt_logprobs),
@@ -265,32 +262,16 @@ class CompletionAnswer:
             usage=usage,
         )
 
-    def stream(self, accepted: Accepted) -> "CompletionStream":
-        """Return a writer of the answer's chunks."""
-        return CompletionStream(self._head, accepted, self._request)
-
     def _logprobs(self, answer: Gathered) -> CompletionLogprobs | None:
         request = self._request
         if request.logprobs is None:
             return None
         echoed = answer.prompt_logprobs if request.echo else []
-        writer = LogprobsWriter(request.logprobs, as_ids=bool(request.return_tokens_as_token_ids))
-        return writer.write([*echoed, *answer.logprobs])
+        return self._writer().write([*echoed, *answer.logprobs])
 
-
-class CompletionStream(ChunkStream):
-    """Writes one chunk for each delta that shows something; the last one also has the finish reason."""
-
-    def __init__(self, head: dict[str, Any], accepted: Accepted, request: CompletionRequest) -> None:
-        super().__init__(head, CompletionChunk, accepted, request.stream_options, request.choices)
-        self._request = request
-        self._accepted = accepted
-        as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = [
-            LogprobsWriter(request.logprobs or 0, as_ids=as_ids) for _ in range(request.choices)
-        ]
-        """By choice."""
-        self._started: set[int] = set()
+    def _writer(self) -> LogprobsWriter:
+        request = self._request
+        return LogprobsWriter(request.logprobs or 0, as_ids=bool(request.return_tokens_as_token_ids))
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         logprobs = delta.prompt_logprobs + (delta.logprobs or ())
@@ -302,9 +283,9 @@ class CompletionStream(ChunkStream):
         choice = CompletionChoice(
             index,
             delta.text,
-            self._logprobs[index].write(logprobs) if logprobs or delta.logprobs is not None else None,
+            self._writers[index].write(logprobs) if logprobs or delta.logprobs is not None else None,
             delta.finish_reason,
-            UNSET if started else _prompt_ids(self._accepted, self._request, index),
+            UNSET if started else _prompt_ids(self.accepted, self._request, index),
             UNSET if delta.token_ids is None else list(delta.token_ids),
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
@@ -32,8 +31,6 @@ from gateway.errors import InvalidRequestError
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
-
-_ABSENT = object()
 
 _SHOWN_LIMIT = 100
 """How many characters of a client's own name an error repeats."""
@@ -134,11 +131,12 @@ class Strict(BaseModel):
     )
 
     _place: ClassVar[str] = ""
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Keys that would change the answer and are not supported, each with the value that has no effect."""
-    refusals: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+    """Keys that would change the answer and are not supported, each with the value that has no effect. Those
+    of bases are among them, but for what is a field here."""
+    refusals: ClassVar[Mapping[str, str]] = {}
     """Why some of them are not supported."""
-    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    defaults: ClassVar[Mapping[str, Any]] = {}
     """Keys that are ignored, each with the value that means what happens anyway and is not named."""
 
     def __init_subclass__(cls, *, place: str | None = None, **options: Any) -> None:
@@ -148,16 +146,17 @@ class Strict(BaseModel):
             cls._place = place
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Add what its bases do not support."""
+        bases = (vars(base).get("unsupported", {}) for base in reversed(cls.__mro__))
+        inherited = {name: neutral for each in bases for name, neutral in each.items()}
+        cls.unsupported = {name: each for name, each in inherited.items() if name not in cls.model_fields}
+
+    @classmethod
     def keys_in(cls, document: dict[str, Any]) -> frozenset[str]:
         """Return the keys that have a use in `document`."""
         del document
         return _keys_of(cls)
-
-    @classmethod
-    def neutral_in(cls, document: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what is `unsupported` in `document`."""
-        del document
-        return cls.unsupported
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +167,7 @@ class Strict(BaseModel):
         known = cls.keys_in(document)
         if document.keys() <= known:
             return document
-        neutral = cls.neutral_in(document)
+        neutral = cls.unsupported
         for name, value in document.items():
             if name in neutral and not _asks_nothing(value, neutral[name]):
                 refusal = cls.refusals.get(name, _UNSUPPORTED) + _only(neutral[name])
@@ -228,6 +227,14 @@ def type_of(value: Any) -> str | None:
     return tag if isinstance(tag, str) else None
 
 
+def branch_of(value: Any) -> str:
+    """Return the tag of a union's branch by the `type` of an object.
+
+    It is not the type alone: the path of an error would take that for the key of the same name.
+    """
+    return f"a {type_of(value)}"
+
+
 Items = Annotated[list[T], Field(fail_fast=True)]
 """Validated up to the first fault: a body has room for millions, and only one is reported."""
 
@@ -243,15 +250,19 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class _Part(Protocol):
+class AnyPart(Protocol):
+    """A part of a content: with text, perhaps empty."""
+
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """The text."""
+        ...
 
 
-P = TypeVar("P", bound=_Part)
+P = TypeVar("P", bound=AnyPart)
 
 
-def text_of(content: str | Sequence[_Part] | None) -> str:
+def text_of(content: str | Sequence[AnyPart] | None) -> str:
     """Return a `Content` as one string, which it is once validated; no content is empty text."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 

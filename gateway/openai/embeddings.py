@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from msgspec import Struct
 from pydantic import Discriminator, Field, Tag
 
-from gateway.core.request import PlainText, TokenIds
 from gateway.core.upstream import Embedding, Vector
-from gateway.openai.completions import Ids, kind_of_prompt
+from gateway.openai.completions import Ids, kind_of_prompt, prompts_of
 from gateway.openai.document import Body, Items
 from gateway.openai.params import BOOKKEEPING
 from wire.limits import INT64_MAX
@@ -40,18 +39,6 @@ class EmbeddingsRequest(Body):
 
     def embeddings(self, *, request_id: str, deadline: float) -> list[Embedding]:
         """Return what is to be embedded, in order."""
-        given = self.input
-        prompts: list[PlainText | TokenIds]
-        if isinstance(given, str):
-            prompts = [PlainText(given)]
-        elif isinstance(given[0], int):
-            prompts = [TokenIds(tuple(each for each in given if isinstance(each, int)))]
-        else:
-            prompts = [
-                PlainText(each) if isinstance(each, str) else TokenIds(tuple(each))
-                for each in given
-                if not isinstance(each, int)
-            ]
         return [
             Embedding(
                 request_id=request_id,
@@ -60,7 +47,7 @@ class EmbeddingsRequest(Body):
                 deadline=deadline,
                 dimensions=self.dimensions,
             )
-            for prompt in prompts
+            for prompt in prompts_of(self.input)
         ]
 
 

@@ -5,13 +5,13 @@ The gateway fetches nothing for a client: who asks for a remote image would choo
 
 import binascii
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator
 
 from gateway.core.request import Image
-from gateway.openai.document import Items, Strict, text_of
+from gateway.openai.document import AnyPart, Items, P, Strict, text_of
 
 MEDIA_TYPE: Final = r"image/[\w.+-]+"
 _DATA: Final = re.compile(rf"data:{MEDIA_TYPE};base64,")
@@ -66,7 +66,7 @@ class ImagePart(Strict, place="messages.content"):
 class InputImagePart(Strict, place="input.content"):
     """An image in a message of `/v1/responses`."""
 
-    unsupported: ClassVar[dict[str, Any]] = {"file_id": None}
+    unsupported: ClassVar[Mapping[str, Any]] = {"file_id": None}
 
     text: ClassVar[str] = ""
     type: Literal["input_image"]
@@ -78,14 +78,6 @@ class InputImagePart(Strict, place="input.content"):
         return self.image_url
 
 
-class _Part(Protocol):
-    @property
-    def text(self) -> str: ...
-
-
-P = TypeVar("P", bound=_Part)
-
-
 def joined(content: str | list[P]) -> str | list[P]:
     """Join parts of a content that are all text."""
     return content if images_of(content) else text_of(content)
@@ -95,7 +87,7 @@ Illustrated = Annotated[str | Items[P], AfterValidator(joined)]
 """A text, or parts of one; validation joins those without images."""
 
 
-def images_of(content: str | Sequence[_Part] | None, field: str = "") -> tuple[Image, ...]:
+def images_of(content: str | Sequence[AnyPart] | None, field: str = "") -> tuple[Image, ...]:
     """Return the images of an `Illustrated` content, whose name in the request is `field`."""
     found: list[Image] = []
     length = 0

@@ -6,7 +6,6 @@ Source: OpenAI's API reference; the extensions are vLLM's sampling parameters, s
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
@@ -116,23 +115,22 @@ class StreamOptions(AnyStreamOptions):
 class GenerationRequest(Body, ABC):
     """The shared part. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            "detokenize": True,
-            "length_penalty": 1.0,
-            "logits_processors": None,
-            "logprob_token_ids": None,
-            "prompt_embeds": None,
-            "repetition_detection": None,
-            "spaces_between_special_tokens": True,
-            "truncation_side": "left",
-            "use_beam_search": False,
-        }
-    )
-    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"return_mm_kwargs": True, "thinking_token_budget": -1, "verbosity": "medium"}
-    )
-
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "detokenize": True,
+        "length_penalty": 1.0,
+        "logits_processors": None,
+        "logprob_token_ids": None,
+        "prompt_embeds": None,
+        "repetition_detection": None,
+        "spaces_between_special_tokens": True,
+        "truncation_side": "left",
+        "use_beam_search": False,
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "return_mm_kwargs": True,
+        "thinking_token_budget": -1,
+        "verbosity": "medium",
+    }
     subject: ClassVar[str] = "messages"
     """The name of the field with what is continued."""
 
@@ -318,14 +316,6 @@ _ONLY_OF_BEAMS = ("best_of", "length_penalty", "early_stopping")
 
 class AnyCompletionRequest(GenerationRequest):
     """What both completion routes take, of messages or of a text. Null means absent everywhere."""
-
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            name: neutral
-            for name, neutral in GenerationRequest.unsupported.items()
-            if name not in {"use_beam_search", *_ONLY_OF_BEAMS}
-        }
-    )
 
     n: Annotated[int, Field(ge=1, le=ANSWERS_LIMIT)] | None = None
     max_tokens: TokenBound | None = None

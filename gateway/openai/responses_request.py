@@ -7,7 +7,6 @@ states of items are bookkeeping, since nothing is stored that they could refer t
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -32,7 +31,7 @@ from gateway.core.request import (
     ToolOffer,
 )
 from gateway.errors import InvalidRequestError
-from gateway.openai.chat_request import REASONED, Effort, Switches
+from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
     Content,
     Items,
@@ -47,7 +46,7 @@ from gateway.openai.document import (
     type_of,
 )
 from gateway.openai.images import Illustrated, InputImagePart, images_of
-from gateway.openai.params import MESSAGES_LIMIT, GenerationRequest, TokenBound
+from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, TokenBound
 from gateway.openai.structured import (
     BY_TYPE,
     JsonSchema,
@@ -55,12 +54,10 @@ from gateway.openai.structured import (
     Schema,
     schema_grammar,
 )
-from gateway.openai.tools import ChoiceMode, Function, FunctionCall, ToolName, offer_of
+from gateway.openai.tools import CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
 _LOGPROBS = "message.output_text.logprobs"
-
-CallId = Annotated[str, Field(min_length=1)]
 
 
 class InputTextPart(Strict, place="input.content"):
@@ -79,16 +76,8 @@ class OutputTextPart(Strict, place="input.content"):
     logprobs: Annotated[Unread, Field(description="bookkeeping: of the answer that is sent back")] = None
 
 
-class OutputRefusalPart(Strict, place="input.content"):
-    """A part of an earlier answer that refused: text like any other."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """What was said."""
-        return self.refusal
+class OutputRefusalPart(RefusalPart, place="input.content"):
+    """A part of an earlier answer that refused."""
 
 
 def _kind_of(value: Any) -> str | None:
@@ -111,11 +100,8 @@ Part = Annotated[
 
 
 class _AnyItem(Strict, place="input"):
-    id: Annotated[str | None, Field(description="bookkeeping: accepted, not used")] = None
-    status: Annotated[
-        Literal["in_progress", "completed", "incomplete"] | None,
-        Field(description="bookkeeping: accepted, not used"),
-    ] = None
+    id: Annotated[str | None, BOOKKEEPING] = None
+    status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, BOOKKEEPING] = None
 
 
 class MessageItem(_AnyItem):
@@ -287,7 +273,7 @@ class FlatJsonSchemaFormat(JsonSchema, place="text.format"):
 class TextConfig(Strict, place="text"):
     """The format of the text."""
 
-    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({"verbosity": "medium"})
+    defaults: ClassVar[Mapping[str, Any]] = {"verbosity": "medium"}
 
     format: (
         Annotated[
@@ -319,21 +305,16 @@ def _included(value: str, info: ValidationInfo) -> str:
 class ResponsesRequest(GenerationRequest):
     """A request for a response. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            **GenerationRequest.unsupported,
-            "prompt": None,
-            "background": False,
-            "conversation": None,
-            "previous_response_id": None,
-        }
-    )
-    refusals: ClassVar[Mapping[str, str]] = MappingProxyType(
-        dict.fromkeys(
-            ("background", "conversation", "previous_response_id"),
-            "needs a server that keeps responses, which this one does not: "
-            "send the whole conversation in input (as many clients do with store=False)",
-        )
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "prompt": None,
+        "background": False,
+        "conversation": None,
+        "previous_response_id": None,
+    }
+    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("background", "conversation", "previous_response_id"),
+        "needs a server that keeps responses, which this one does not: "
+        "send the whole conversation in input (as many clients do with store=False)",
     )
 
     subject: ClassVar[str] = "input"

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -41,9 +40,7 @@ class TokenizeRequest(Body):
     Null means absent everywhere.
     """
 
-    unsupported: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"chat_template": None, "continue_final_message": False}
-    )
+    unsupported: ClassVar[Mapping[str, Any]] = {"chat_template": None, "continue_final_message": False}
 
     prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
     messages: Messages | None = None

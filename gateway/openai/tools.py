@@ -86,10 +86,13 @@ class FunctionCall(Strict, place="messages.tool_calls.function"):
         return PastCall(id=call_id, name=self.name, arguments=self.arguments)
 
 
+CallId = Annotated[str, Field(min_length=1)]
+
+
 class MessageCall(Strict, place="messages.tool_calls"):
     """A call in an assistant message."""
 
-    id: Annotated[str, Field(min_length=1)]
+    id: CallId
     type: Literal["function"] = "function"
     function: FunctionCall
     index: Annotated[

@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.errors import ListenError
 from gateway.process.handover import Inherited
+from gateway.settings import Settings
 
 BACKLOG = 2048
 
@@ -37,36 +38,27 @@ class Listeners:
             self.reserved.close()
 
 
-def bind_gateway(
-    host: str,
-    ports: Sequence[int],
-    *,
-    grpc_port: int | None = None,
-    metrics_address: str | None = None,
-    count: int = 1,
-    inherited: Inherited | None = None,
-) -> list[Listeners]:
-    """Bind all addresses of a gateway of `count` processes, without listening yet.
+def bind_gateway(settings: Settings, inherited: Inherited | None = None) -> list[Listeners]:
+    """Bind all addresses of a gateway for each of its processes, without listening yet.
 
     The kernel distributes connections among the processes that listen. Where sockets of an address are
     inherited, none is bound; processes share them if there are fewer.
 
     Args:
-        host: address to listen on.
-        ports: for HTTP; 0 takes a free one.
-        grpc_port: for gRPC; None: no gRPC.
-        metrics_address: host:port for metrics alone; None: they have none of their own.
-        count: number of processes.
+        settings: name the addresses, and how many processes there are.
         inherited: from another process; what is not used of it is closed. None: nothing.
 
     Raises:
         ListenError: as for `bind`, of any of them.
     """
     inherited = inherited or Inherited()
+    count = settings.workers
     unheld: list[socket.socket] = []
     with contextlib.ExitStack() as bound:
 
-        def bind_all(port: int, count: int, *, shared: bool, host: str = host) -> list[socket.socket]:
+        def bind_all(
+            port: int, count: int = count, *, shared: bool = count > 1, host: str = settings.host
+        ) -> list[socket.socket]:
             if inherited.succeeds and port == 0:
                 raise ListenError("a port that was chosen by the kernel (0) cannot be taken over")
             sockets = inherited.take(_resolve(host, port)[-1])
@@ -79,14 +71,16 @@ def bind_gateway(
             unheld.extend(sockets[:shared])
             return sockets
 
-        addresses = [bind_all(port, count, shared=count > 1) for port in ports]
-        if metrics_address is not None:
-            metrics_host, _, metrics_port = metrics_address.rpartition(":")
-            addresses.append(bind_all(int(metrics_port), count, shared=count > 1, host=metrics_host))
+        addresses = [
+            bind_all(port) for port in (settings.port, settings.kserve_http_port) if port is not None
+        ]
+        if settings.metrics_address is not None:
+            host, _, port = settings.metrics_address.rpartition(":")
+            addresses.append(bind_all(int(port), host=host))
         reserved = grpc = None
-        if grpc_port is not None:
+        if settings.kserve_grpc_port is not None:
             # gRPC takes no socket, so the address is shared with those that it opens.
-            reserved, *_ = bind_all(grpc_port, 1, shared=True)
+            reserved, *_ = bind_all(settings.kserve_grpc_port, 1, shared=True)
             name, grpc_port = reserved.getsockname()[:2]
             grpc = f"[{name}]:{grpc_port}" if ":" in name else f"{name}:{grpc_port}"
         inherited.close_others()
@@ -94,7 +88,7 @@ def bind_gateway(
     return [
         Listeners(
             http=tuple(each for sockets in addresses for each in _part(sockets, number, count)),
-            with_metrics=metrics_address is not None,
+            with_metrics=settings.metrics_address is not None,
             grpc=grpc,
             reserved=reserved if number == 0 else None,
             shared=any(len(sockets) < count for sockets in addresses),

@@ -33,7 +33,7 @@ from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
 from gateway.process.handover import HandOver, next_end, until_stopped
-from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
+from gateway.process.listeners import BACKLOG, Listeners, base_url, listen_gateway
 from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place
@@ -110,8 +110,8 @@ class Server(uvicorn.Server):
 def run(
     settings: Settings,
     *,
+    listeners: Listeners,
     upstream: Upstream | None = None,
-    listeners: Listeners | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
     place: Place | None = None,
@@ -124,9 +124,9 @@ def run(
 
     Args:
         settings: of the gateway.
-        upstream: serves the models; None: the Tritons of the settings.
         listeners: from `bind_gateway`, so that a taken port is noticed before anything else is started;
-            closed at the end. None: those for the settings' host and ports.
+            closed at the end.
+        upstream: serves the models; None: the Tritons of the settings.
         on_ready: called with the base URL once every model is ready.
         on_stop: called when a signal begins the drain.
         place: among the processes of this gateway; None: it is the only one.
@@ -138,13 +138,6 @@ def run(
         ListenError: an address cannot be listened on.
     """
     configure_logging(settings.log_level, settings.log_format)
-    if listeners is None:
-        (listeners,) = bind_gateway(
-            settings.host,
-            settings.http_ports(),
-            grpc_port=settings.kserve_grpc_port,
-            metrics_address=settings.metrics_address,
-        )
     with contextlib.closing(listeners):
         if place is None:  # else whoever made the place has seen to it
             listen_gateway([listeners])

@@ -48,6 +48,8 @@ ENV_PREFIX: Final = "TRITONGATE_"
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
 OTHER_VARIABLES: Final = {CONFIG_VARIABLE, ENV_PREFIX + "KEY"}
 """Variables with our prefix that are no settings; KEY is for commands that are clients of a gateway."""
+FILE_OF: Final = {"models": "models_file", "api_keys": "keys_file"}
+"""For each setting that may stand in a file of its own, the setting that names that file."""
 
 
 class Settings(BaseSettings):
@@ -323,10 +325,6 @@ class Settings(BaseSettings):
         """Read nothing but what is given."""
         return (sources["init_settings"],)
 
-    def http_ports(self) -> list[int]:
-        """Return the ports to listen on for HTTP, its own first."""
-        return [self.port, *([] if self.kserve_http_port is None else [self.kserve_http_port])]
-
     def tls_of(self, upstream: str) -> TlsFiles | None:
         """Return how to speak TLS to an upstream; None: it is spoken to without.
 
@@ -433,45 +431,30 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
         ) from None
     sources["flag"] = dict(flags or {})
     values = {name: value for source in sources.values() for name, value in source.items()}
-    models, models_file = values.get("models"), values.get("models_file")
-    if models and models_file:
-        raise ConfigurationError(f"models: the models_file {models_file} names them; give one of the two")
+    models = values.get("models")
+    for name, named in FILE_OF.items():
+        file = values.get(named)
+        if values.get(name) and file:
+            raise ConfigurationError(f"{name}: the {named} {file} has them; give one of the two")
+        if isinstance(file, str):
+            sources[file] = {name: read_field(file, name)}
+            values |= sources[file]
     if path and isinstance(models, Mapping):
         values["models_file"] = str(path)
         if not models:
             raise ConfigurationError(f"models: no public name is there (from {path})")
-    elif isinstance(models_file, str):
-        sources[models_file] = {"models": read_field(models_file, "models")}
-        values |= sources[models_file]
-    keys_file = values.get("keys_file")
-    if values.get("api_keys") and keys_file:
-        raise ConfigurationError(f"api_keys: the keys_file {keys_file} lists them; give one of the two")
-    if isinstance(keys_file, str):
-        sources[keys_file] = {"api_keys": read_field(keys_file, "api_keys")}
-        values |= sources[keys_file]
     return _checked(values, sources)
 
 
-def reload_models(settings: Settings) -> Settings:
-    """Read the models file again; return the settings with the models that it names now.
+def reload(settings: Settings, name: str) -> Settings:
+    """Read the file of `models` or of `api_keys` again; return the settings with what it says now.
 
     Raises:
         ConfigurationError: it cannot be used; the message names every fault.
     """
-    return _reloaded(settings, settings.models_file or "", "models", others=True)
-
-
-def reload_keys(settings: Settings) -> Settings:
-    """Read the keys file again; return the settings with the keys that it lists now.
-
-    Raises:
-        ConfigurationError: as for `reload_models`.
-    """
-    return _reloaded(settings, settings.keys_file or "", "api_keys", others=False)
-
-
-def _reloaded(settings: Settings, path: str, field: str, *, others: bool) -> Settings:
-    found = {field: read_field(path, field, Settings.model_fields if others else ())}
+    path = getattr(settings, FILE_OF[name]) or ""
+    # That of the models may be the configuration file.
+    found = {name: read_field(path, name, Settings.model_fields if name == "models" else ())}
     return _checked(dict(settings) | found, {"setting": dict(settings), path: found})
 
 

@@ -4,12 +4,11 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from gateway.settings import ConfigurationError, Settings, reload_keys, reload_models
+from gateway.settings import FILE_OF, ConfigurationError, Settings, reload
 from gateway.settings.files import identity
 
 _log = logging.getLogger(__name__)
@@ -17,40 +16,6 @@ _log = logging.getLogger(__name__)
 LOOK_EVERY_S: Final = 0.5
 APPLIED: Final = "applied"
 REFUSED: Final = "refused"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
-    """A file with a part of the settings."""
-
-    what: str
-    field: str
-    """The setting that stands in it."""
-    path: Callable[[Settings], str | None]
-    """None: there is none."""
-    reload: Callable[[Settings], Settings]
-    """Raises ConfigurationError."""
-    plain: Callable[[Settings], Any]
-    """The setting as JSON for the other processes, without secrets."""
-    names: Callable[[Settings], Iterable[str]]
-
-
-MODELS: Final = Followed(
-    what="models file",
-    field="models",
-    path=lambda settings: settings.models_file,
-    reload=reload_models,
-    plain=lambda settings: settings.model_dump(mode="json", include={"models"})["models"],
-    names=lambda settings: settings.models,
-)
-KEYS: Final = Followed(
-    what="keys file",
-    field="api_keys",
-    path=lambda settings: settings.keys_file,
-    reload=reload_keys,
-    plain=lambda settings: [key.hashed().model_dump(mode="json") for key in settings.api_keys],
-    names=lambda settings: [key.name for key in settings.api_keys],
-)
 
 
 def as_applied(settings: Settings, folder: Path) -> Settings:
@@ -63,23 +28,25 @@ def as_applied(settings: Settings, folder: Path) -> Settings:
         settings: as they were at the start.
         folder: of this gateway's processes.
     """
-    for file in (MODELS, KEYS):
+    for name in FILE_OF:
         try:
-            applied = json.loads((folder / f"{file.field}.json").read_bytes())
-            settings = Settings(**dict(settings) | {file.field: applied})
+            applied = json.loads((folder / f"{name}.json").read_bytes())
+            settings = Settings(**dict(settings) | {name: applied})
         except (OSError, ValueError):  # nothing was applied; or a tokenizer's folder is gone
             continue
     return settings
 
 
-def _keep(file: Followed, settings: Settings, folder: Path) -> None:
-    new = folder / f"{file.field}.json.{os.getpid()}"
-    new.write_text(json.dumps(file.plain(settings)), encoding="utf-8")
-    new.replace(folder / f"{file.field}.json")
+def _keep(name: str, settings: Settings, folder: Path) -> None:
+    """Write what a setting is now, without secrets, for processes that come later."""
+    hashed = settings.model_copy(update={"api_keys": tuple(key.hashed() for key in settings.api_keys)})
+    new = folder / f"{name}.json.{os.getpid()}"
+    new.write_text(json.dumps(hashed.model_dump(mode="json", include={name})[name]), encoding="utf-8")
+    new.replace(folder / f"{name}.json")
 
 
 async def follow(
-    file: Followed,
+    name: str,
     settings: Settings,
     apply: Callable[[Settings], Awaitable[None]],
     tell: Callable[[str], None],
@@ -91,35 +58,35 @@ async def follow(
     be older where a process replaces one that died.
 
     Args:
-        file: which; the settings name it.
+        name: what stands in it: `models`, or `api_keys`.
         settings: the gateway's.
         apply: makes the gateway serve by other settings.
         tell: told `applied` or `refused` after each change.
         folder: of this gateway's processes, for those that come later; None: there is one process.
     """
-    path = file.path(settings) or ""
+    path = getattr(settings, FILE_OF[name]) or ""
+    what = FILE_OF[name].replace("_", " ")
     async for _ in changes(path):
         try:
-            changed = await asyncio.to_thread(file.reload, settings)
-            if getattr(changed, file.field) != getattr(settings, file.field):
+            changed = await asyncio.to_thread(reload, settings, name)
+            if getattr(changed, name) != getattr(settings, name):
                 await apply(changed)
                 settings = changed
                 if folder is not None:
-                    await asyncio.to_thread(_keep, file, settings, folder)
-                _log.info(
-                    "%s applied", file.what, extra={"path": path, file.field: list(file.names(settings))}
-                )
+                    await asyncio.to_thread(_keep, name, settings, folder)
+                names = [getattr(each, "name", each) for each in getattr(settings, name)]
+                _log.info("%s applied", what, extra={"path": path, name: names})
                 tell(APPLIED)
         except ConfigurationError as error:
             _log.error(
                 "%s refused: the %s stay as they were",
-                file.what,
-                file.what.partition(" ")[0],
+                what,
+                what.partition(" ")[0],
                 extra={"detail": str(error)},
             )
             tell(REFUSED)
         except Exception:  # noqa: BLE001 - the outermost frame of a task that nobody awaits
-            _log.exception("the %s could not be applied", file.what)
+            _log.exception("the %s could not be applied", what)
             tell(REFUSED)
 
 

@@ -9,11 +9,13 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
+
+T = TypeVar("T")
 
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
@@ -160,28 +162,19 @@ def _workers(value: Any) -> Any:
 Workers = Annotated[int, BeforeValidator(_workers)]
 """A number of processes; read from `auto`, one that suits the machine."""
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-Upstreams = Annotated[
-    tuple[Annotated[str, AfterValidator(_upstream)], ...],
-    NoDecode,
-    BeforeValidator(split),
-    Field(min_length=1),
-]
+Listed = Annotated[tuple[T, ...], NoDecode, BeforeValidator(split)]
+Upstreams = Annotated[Listed[Annotated[str, AfterValidator(_upstream)]], Field(min_length=1)]
 Address = Annotated[str, AfterValidator(_address)]
-Files = Annotated[tuple[Annotated[str, AfterValidator(_file)], ...], NoDecode, BeforeValidator(split)]
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(split)]
+Files = Listed[Annotated[str, AfterValidator(_file)]]
+Names = Listed[Annotated[str, Field(min_length=1)]]
 Digests = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")], ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Field(min_length=1),
 ]
-Contracts = Annotated[tuple[Annotated[str, AfterValidator(_contract)], ...], NoDecode, BeforeValidator(split)]
-Folders = Annotated[tuple[Annotated[str, AfterValidator(_folder)], ...], NoDecode, BeforeValidator(split)]
-Adapters = Annotated[
-    tuple[Annotated[str, AfterValidator(_adapter)], ...],
-    NoDecode,
-    BeforeValidator(split),
-    AfterValidator(_one_entry_each),
-]
+Contracts = Listed[Annotated[str, AfterValidator(_contract)]]
+Folders = Listed[Annotated[str, AfterValidator(_folder)]]
+Adapters = Annotated[Listed[Annotated[str, AfterValidator(_adapter)]], AfterValidator(_one_entry_each)]
 Header = Annotated[SecretStr, AfterValidator(_header)]
 
 

@@ -16,6 +16,7 @@ from gateway.process.listeners import base_url, bind, bind_gateway, claim
 from gateway.settings import Settings, settings_table
 from gateway.settings.values import Scope, revealed
 from gateway.up import Replica, triton_command
+from tests.gateway.serving import settings
 from wire.events import Ready
 
 READY = Ready(grpc="127.0.0.1:1", metrics="127.0.0.1:3", repository_key="some=key", models=["m", "n"])
@@ -89,14 +90,14 @@ def test_triton_clients_are_served_where_triton_used_to_be(
 ) -> None:
     asked: list[Any] = []
 
-    def bind_gateway(host: str, ports: list[int], **more: Any) -> list[Any]:
-        asked.append((ports, more["grpc_port"]))
+    def bind_gateway(settings: Settings) -> list[Any]:
+        asked.append((settings.port, settings.kserve_http_port, settings.kserve_grpc_port))
         return []
 
     monkeypatch.setattr("gateway.process.listeners.bind_gateway", bind_gateway)
     run("up", "--port", "8080")
     run("up", "--kserve-http-port", "9000")
-    assert asked == [([8080, 8000], 8001), ([8080, 9000], 8001)]
+    assert asked == [(8080, 8000, 8001), (8080, 9000, 8001)]
     assert run("serve")[0] == 0
     assert (served[-1].kserve_http_port, served[-1].kserve_grpc_port) == (None, None)
 
@@ -197,8 +198,8 @@ def test_up_refuses_what_it_cannot(dtype: str, served: list[Any]) -> None:
 
 
 def test_the_greeting_is_a_command(tmp_path: Path) -> None:
-    (alone,) = bind_gateway("127.0.0.1", [0])
-    (listeners,) = bind_gateway("127.0.0.1", [0, 0], grpc_port=0)
+    (alone,) = bind_gateway(settings(workers=1))
+    (listeners,) = bind_gateway(settings(workers=1, kserve_http_port=0, kserve_grpc_port=0))
     text = greeting("http://127.0.0.1:1", ["it's", "n"], alone, keyed=False)
     assert "Triton" not in text
     command = shlex.split(next(line for line in text.splitlines() if line.startswith("curl")))

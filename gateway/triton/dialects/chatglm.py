@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.chat.conversation import answer_metadata, call_rules, chat_form, last_calls, to_turns
-from gateway.chat.marked_choice import MarkedChoice
+from gateway.chat.marked import MarkedChoice
 from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, Turns
 from gateway.core.request import Grammar as RequestedGrammar
 from gateway.core.upstream import Tokenization, Tokens

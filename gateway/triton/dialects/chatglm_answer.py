@@ -11,7 +11,7 @@ import msgspec
 from msgspec import structs
 
 from gateway.chat.answers import ChoiceReader, in_runs, pieces_of
-from gateway.chat.marked_choice import MarkedChoice
+from gateway.chat.marked import MarkedChoice
 from gateway.core.events import (
     Accepted,
     Delta,

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from gateway.chat.marked import MarkedText
-from gateway.chat.marked_choice import VisibleTokens
+from gateway.chat.marked import MarkedText, VisibleTokens
 from gateway.chat.styles import possible_beginning
 from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, Reasoning, TokenLogprob, Usage
 from gateway.core.request import Generation

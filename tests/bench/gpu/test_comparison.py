@@ -9,8 +9,7 @@ from bench.gpu import comparison
 from bench.gpu.comparison import Comparison, Plan, compared, peak_rates
 from bench.gpu.servers import Server, ServerError
 from gateway.commands.load import LoadPool, Workload
-from gateway.commands.load_answer import Answer
-from gateway.commands.load_rows import LoadRow, summarise
+from gateway.commands.load_rows import Answer, LoadRow, summarise
 
 PLAN = Plan(
     clients=(1, 4),

@@ -1,8 +1,7 @@
 from dataclasses import replace
 
 from bench.gpu.vllm_entry import ENTRY, SERVE, faults
-from gateway.commands.load_answer import Answer
-from gateway.commands.load_rows import LoadRow, summarise
+from gateway.commands.load_rows import Answer, LoadRow, summarise
 
 
 def row(clients: int) -> LoadRow:

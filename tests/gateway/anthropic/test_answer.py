@@ -28,7 +28,7 @@ def deltas(
 
 
 def streamed(events: Iterable[Event], **parameters: Any) -> list[Any]:
-    writer = answer(**parameters).stream(Accepted(prompt_tokens=5))
+    writer = answer(**parameters).accept(Accepted(prompt_tokens=5))
     framed = [writer.begin(), *(writer.write(event) for event in events), writer.close()]
     documents = []
     for event in b"".join(framed).decode().split("\n\n")[:-1]:
@@ -43,7 +43,7 @@ async def complete(events: Iterable[Event], **parameters: Any) -> Any:
         for event in events:
             yield event
 
-    document = await answer(**parameters).complete(Accepted(prompt_tokens=5), source())
+    document = await answer(**parameters).accept(Accepted(prompt_tokens=5)).complete(source())
     return json.loads(encode(document))
 
 

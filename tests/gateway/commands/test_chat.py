@@ -4,7 +4,7 @@ import json
 import os
 import pty
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.cli import main
-from gateway.commands.chat import Conversation
+from gateway.commands.chat import Chat, Conversation
 from gateway.commands.endpoint import ClientError
 from gateway.core.events import Event
 from gateway.core.request import Generation
@@ -62,6 +62,21 @@ async def test_errors_are_a_line_and_status_1() -> None:
 def test_only_conversations_are_read(text: str) -> None:
     with pytest.raises(ClientError):
         Conversation.read(text)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_shown_by_either_of_its_names(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def events(*_: object) -> Generator[dict[str, Any]]:
+        for delta in ({name: "Hm."}, {"content": "Yes."}):
+            yield {"choices": [{"delta": delta}]}
+
+    monkeypatch.setattr("gateway.commands.chat.events", events)
+    talk = Chat("http://endpoint", None, Conversation("m"))
+    talk._plain = False
+    talk.ask("hi")
+    assert capsys.readouterr().out == "Hm.\n\nYes.\n"
 
 
 class Terminal:

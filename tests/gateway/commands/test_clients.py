@@ -20,7 +20,6 @@ from gateway.commands.clients import (
     grpc_client,
     http_client,
     measure,
-    percentile,
     read_inputs,
 )
 from gateway.commands.endpoint import ClientError
@@ -230,12 +229,6 @@ def test_failures_are_counted_apart() -> None:
     assert (nothing.rows()["answered"], nothing.rows()["failed"]) == (0, 1)
     assert math.isnan(nothing.rows()["p50"])
     assert math.isnan(nothing.rows()["mean"])
-
-
-def test_percentiles_are_of_what_was_measured() -> None:
-    ten = [float(number) for number in range(1, 11)]
-    assert [percentile(ten, percent) for percent in (0, 50, 90, 99, 100)] == [1, 5, 9, 10, 10]
-    assert percentile([7.0], 50) == 7
 
 
 CONTRACTS: dict[str, dict[str, Any]] = {

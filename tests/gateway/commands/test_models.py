@@ -82,3 +82,10 @@ async def test_a_running_gateway_is_asked() -> None:
         ["glm", "gpt", "ready", "64"],
         ["org/glm-2", "-", "ready", "64"],
     ]
+
+
+@pytest.mark.parametrize("listed", [{"data": [{"id": "m", "root": "/models/m"}]}, {}])
+def test_an_endpoint_that_is_no_gateway_is_told(listed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.commands.models.fetch", lambda *_: listed)
+    done = CliRunner().invoke(main, ["models", "http://endpoint"])
+    assert done.output == "Error: http://endpoint does not tell of its models as a gateway does\n"

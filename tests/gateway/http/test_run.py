@@ -7,13 +7,14 @@ from time import perf_counter
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.app import create_app
 from gateway.core.events import Accepted
 from gateway.core.request import Generation, PlainText
-from gateway.errors import ClientGoneError, DeadlineError, UnavailableError
+from gateway.errors import ClientGoneError, DeadlineError, InvalidRequestError, UnavailableError
 from gateway.http.record import RequestRecord
-from gateway.http.run import RunningRequest
+from gateway.http.run import PROMPT_LOGPROBS_LIMIT, RunningRequest, check_prompt_logprobs
 from tests.gateway.fake_upstream import FakeUpstream, say, say_once_loaded
 from tests.gateway.serving import settings
 
@@ -157,3 +158,23 @@ async def test_a_request_that_waits_in_vain_leaves_the_metrics(setup: Setup) -> 
     assert await setup.running.start([setup.generation], connected, patience_s=0.0) is None
     await setup.record.resources.aclose()
     assert counted(setup) == [0, 0]
+
+
+@pytest.mark.parametrize(("ranks", "param"), [(True, "prompt_logprobs"), (False, "logprobs")])
+def test_no_answer_reports_more_of_its_prompts_than_it_can_have(ranks: bool, param: str) -> None:
+    one = Generation(
+        request_id="r",
+        model="m",
+        prompt=PlainText("x"),
+        deadline=0.0,
+        n=4,
+        prompt_logprobs=7,
+        prompt_ranks=ranks,
+    )
+    most = PROMPT_LOGPROBS_LIMIT // (4 * 8)
+    check_prompt_logprobs([one, one], Accepted(prompt_tokens=most))
+    with pytest.raises(InvalidRequestError, match=f"{most * 32 + 32} log-probabilities") as raised:
+        check_prompt_logprobs([one, one], Accepted(prompt_tokens=most + 1))
+    assert raised.value.param == param
+    without = replace(one, prompt_logprobs=None, prompt_ranks=False)
+    check_prompt_logprobs([without], Accepted(prompt_tokens=10 * most))

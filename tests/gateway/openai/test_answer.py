@@ -13,32 +13,39 @@ from gateway.core.events import (
     Usage,
 )
 from gateway.errors import DeadlineError, UpstreamProtocolError
-from gateway.openai.answer import ChunkStream, encode, prompt_logprobs_document
+from gateway.openai.answer import ChunksAnswer, Document, encode, prompt_logprobs_document
 from gateway.openai.answer import Usage as UsageDocument
+from gateway.openai.completions import CompletionRequest
 from gateway.openai.params import StreamOptions
 
 LAST = Delta(pieces=("b",), tokens=1, finish_reason="stop", usage=Usage(prompt_tokens=1, completion_tokens=2))
 
 
-class Chunk(Struct, frozen=True, kw_only=True):
+class Chunk(Document, frozen=True, kw_only=True):
     """A word, or the total."""
 
-    model: str
+    object: str = "chunk"
     choices: list[Struct]
     usage: UsageDocument | None
 
 
-class Words(ChunkStream):
+class Words(ChunksAnswer):
     """One chunk for each delta with text, and the total."""
+
+    kind, chunk = "words", Chunk
+
+    async def complete(self, events: object) -> Struct:
+        raise NotImplementedError
 
     def _delta(self, delta: Delta, usage: object) -> list[bytes]:
         return [b'"%b"' % delta.text.encode()] if delta.text else []
 
 
-def stream() -> ChunkStream:
-    return Words(
-        {"model": "m"}, Chunk, Accepted(prompt_tokens=1), StreamOptions(include_usage=True), choices=1
+def stream() -> Words:
+    request = CompletionRequest(
+        model="m", prompt="", stream=True, stream_options=StreamOptions(include_usage=True)
     )
+    return Words(request).accept(Accepted(prompt_tokens=1))
 
 
 def test_chunks_are_framed_and_the_stream_ends_with_its_mark() -> None:

@@ -45,7 +45,7 @@ def writer(
         prompt_logprobs=None,
         include_reasoning=None,
     )
-    return ChatAnswer(asked).stream(Accepted(prompt_tokens=3))
+    return ChatAnswer(asked).accept(Accepted(prompt_tokens=3))
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -118,7 +118,7 @@ def test_chunks_that_are_more_than_text_are_written_whole() -> None:
 
 
 def test_token_ids_are_beside_the_text_that_they_are_of() -> None:
-    chunks = ChatAnswer(ChatRequest.read(ASKED_WITH_IDS)).stream(
+    chunks = ChatAnswer(ChatRequest.read(ASKED_WITH_IDS)).accept(
         Accepted(prompt_tokens=2, prompt_token_ids=((8, 9),))
     )
     written = [
@@ -172,12 +172,14 @@ def asked_with(*, older: bool) -> Any:
 
 
 async def whole(deltas: list[Delta], *, older: bool = False) -> Any:
-    document = await ChatAnswer(asked_with(older=older)).complete(Accepted(prompt_tokens=3), told(deltas))
+    document = (
+        await ChatAnswer(asked_with(older=older)).accept(Accepted(prompt_tokens=3)).complete(told(deltas))
+    )
     return msgspec.json.decode(encode(document))["choices"][0]
 
 
 def streamed(deltas: list[Delta], *, older: bool = False) -> list[Any]:
-    chunks = ChatAnswer(asked_with(older=older)).stream(Accepted(prompt_tokens=3))
+    chunks = ChatAnswer(asked_with(older=older)).accept(Accepted(prompt_tokens=3))
     return [
         msgspec.json.decode(chunk)["choices"][0]
         for delta in deltas
@@ -253,9 +255,9 @@ async def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
     asked = ChatRequest.read(
         b'{"model":"m","messages":[{"role":"user","content":"a"}],"include_reasoning":false}'
     )
-    complete = encode(await ChatAnswer(asked).complete(Accepted(prompt_tokens=3), told(deltas)))
+    complete = encode(await ChatAnswer(asked).accept(Accepted(prompt_tokens=3)).complete(told(deltas)))
     assert msgspec.json.decode(complete)["choices"][0]["message"]["content"] == "Two."
-    stream = ChatAnswer(asked).stream(Accepted(prompt_tokens=3))
+    stream = ChatAnswer(asked).accept(Accepted(prompt_tokens=3))
     chunks = b"".join(stream.write(delta) for delta in deltas)
     assert b"Two." in chunks
     assert b"Hm." not in complete + chunks
@@ -269,7 +271,7 @@ async def test_reasoning_of_a_complete_answer() -> None:
 
     asked = ChatRequest.read(b'{"model":"m","messages":[{"role":"user","content":"a"}]}')
     answer = msgspec.json.decode(
-        encode(await ChatAnswer(asked).complete(Accepted(prompt_tokens=3), events()))
+        encode(await ChatAnswer(asked).accept(Accepted(prompt_tokens=3)).complete(events()))
     )
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm", "Hm", "")

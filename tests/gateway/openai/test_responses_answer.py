@@ -27,8 +27,7 @@ from gateway.errors import (
 )
 from gateway.openai.answer import encode
 from gateway.openai.document import Reading
-from gateway.openai.responses_answer import ResponseBuilder
-from gateway.openai.responses_document import Named
+from gateway.openai.responses_answer import ResponsesAnswer
 from gateway.openai.responses_request import ResponsesRequest
 from tests.gateway.openai.sdk_shapes import check_event, check_response
 
@@ -41,9 +40,9 @@ TOOLS: list[dict[str, Any]] = [
 WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
-def build(**asked: Any) -> ResponseBuilder:
+def build(**asked: Any) -> ResponsesAnswer:
     body = json.dumps({"model": "m", "input": "hi", **asked}).encode()
-    return ResponseBuilder(ResponsesRequest.read(body, Reading()))
+    return ResponsesAnswer(ResponsesRequest.read(body, Reading()))
 
 
 def last(reason: Any = "stop", *pieces: Piece) -> Delta:
@@ -56,8 +55,12 @@ def logprob(token: str) -> tuple[TokenLogprob]:
     return (TokenLogprob(id=7, token=token, utf8=utf8, logprob=-0.5, top=top),)
 
 
-def documents(events: list[Named]) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(encode(event)) for _, event in events]
+def documents(events: bytes) -> list[dict[str, Any]]:
+    """Return the data of framed `events`, each of which is called by its type."""
+    framed = [event.split(b"\n", 1) for event in events.split(b"\n\n") if event]
+    found = [(name, msgspec.json.decode(data.removeprefix(b"data: "))) for name, data in framed]
+    assert all(name == f"event: {document['type']}".encode() for name, document in found)
+    return [document for _, document in found]
 
 
 def run(*deltas: Delta, **asked: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -65,12 +68,12 @@ def run(*deltas: Delta, **asked: Any) -> tuple[list[dict[str, Any]], dict[str, A
     way = build(**asked)
     events = documents(way.begin())
     for delta in deltas:
-        events += documents(way.take(delta))
-    events += documents(way.end())
+        events += documents(way.write(delta))
+    events += documents(way.close())
     for number, event in enumerate(events):
         check_event(event)
         assert event["sequence_number"] == number
-    response = msgspec.json.decode(encode(way.response))
+    response = msgspec.json.decode(encode(way.document))
     assert events[-1]["response"] == response
     check_response(response)
     assert put_together(events) == response["output"]
@@ -240,9 +243,9 @@ def test_pieces_make_the_same_items_however_they_come(pieces: list[Piece], cuts:
 
 def test_a_failure_leaves_the_call_as_far_as_it_came() -> None:
     way = build(tools=TOOLS)
-    way.take(Delta(tokens=1, pieces=(CallPart("now", '{"zo'),)))
+    way.write(Delta(tokens=1, pieces=(CallPart("now", '{"zo'),)))
     way.fail(UpstreamProtocolError("x"))
-    (item,) = msgspec.json.decode(encode(way.response))["output"]
+    (item,) = msgspec.json.decode(encode(way.document))["output"]
     assert (item["status"], item["arguments"]) == ("incomplete", '{"zo')
 
 
@@ -307,7 +310,7 @@ def test_log_probabilities_beside_calls_are_those_of_the_messages() -> None:
 def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) -> None:
     way = build()
     way.begin()
-    way.take(Delta(pieces=("Hel",), tokens=1))
+    way.write(Delta(pieces=("Hel",), tokens=1))
     failed, ended = documents(way.fail(error))
     check_event(failed)
     check_event(ended)
@@ -327,9 +330,9 @@ def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) ->
 def test_an_answer_without_an_end_is_the_upstreams_fault(deltas: list[Delta]) -> None:
     way = build()
     for delta in deltas:
-        way.take(delta)
+        way.write(delta)
     with pytest.raises(UpstreamProtocolError):
-        way.end()
+        way.close()
 
 
 def test_what_the_request_said_is_repeated() -> None:

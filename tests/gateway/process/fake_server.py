@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 
 from gateway.core.events import Event
 from gateway.core.request import Generation
+from gateway.process.listeners import bind_gateway
 from gateway.process.server import run
 from gateway.settings import load_settings
 from tests.gateway.fake_upstream import FakeUpstream, say
@@ -23,4 +24,6 @@ def tell(url: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(load_settings(json.loads(sys.argv[1])), upstream=FakeUpstream(slowly), on_ready=tell))
+    settings = load_settings({"workers": 1, **json.loads(sys.argv[1])})
+    (listeners,) = bind_gateway(settings)
+    sys.exit(run(settings, listeners=listeners, upstream=FakeUpstream(slowly), on_ready=tell))

@@ -21,7 +21,7 @@ from gateway.process import handover
 from gateway.process.handover import Inherited, hand_over, notify, until_stopped
 from gateway.process.listeners import bind_gateway
 from tests.gateway.certificates import self_signed
-from tests.gateway.serving import CHAT, MESSAGES
+from tests.gateway.serving import CHAT, MESSAGES, settings
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, until
 from tests.ports import free_ports
 from tests.processes import Command, alive, wait_ended
@@ -134,11 +134,12 @@ async def test_one_that_has_failed_may_be_tried_again() -> None:
 
 def test_sockets_are_taken_by_their_address(caplog: pytest.LogCaptureFixture) -> None:
     ports = free_ports(2)
-    (before,) = bind_gateway("127.0.0.1", ports, grpc_port=0)
+    named = {"port": ports[0], "kserve_http_port": ports[1], "kserve_grpc_port": 0}
+    (before,) = bind_gateway(settings(**named, workers=1))
     assert before.reserved is not None
     grpc_port = before.reserved.getsockname()[1]
     inherited = Inherited([*before.http, before.http[0].dup(), before.reserved], ready=0)
-    listeners = bind_gateway("127.0.0.1", ports[:1], grpc_port=grpc_port, count=2, inherited=inherited)
+    listeners = bind_gateway(settings(port=ports[0], kserve_grpc_port=grpc_port, workers=2), inherited)
     assert [each.http for each in listeners] == [listeners[0].http] * 2
     assert listeners[0].http[0].getsockname() == ("127.0.0.1", ports[0])
     assert listeners[0].reserved is before.reserved
@@ -146,16 +147,16 @@ def test_sockets_are_taken_by_their_address(caplog: pytest.LogCaptureFixture) ->
     assert "an inherited socket is not used" in caplog.text
     assert before.http[1].fileno() == -1
     with pytest.raises(ListenError, match="cannot be taken over"):
-        bind_gateway("127.0.0.1", [0], inherited=inherited)
+        bind_gateway(settings(), inherited)
     for each in listeners:
         each.close()
 
 
 def test_fewer_processes_have_several_sockets_each() -> None:
-    before = bind_gateway("127.0.0.1", free_ports(1), count=3)
+    before = bind_gateway(settings(port=free_ports(1)[0], workers=3))
     sockets = [each.http[0] for each in before]
     port = sockets[0].getsockname()[1]
-    after = bind_gateway("127.0.0.1", [port], count=2, inherited=Inherited(sockets))
+    after = bind_gateway(settings(port=port, workers=2), Inherited(sockets))
     assert [len(each.http) for each in after] == [2, 1]
     assert {each.fileno() for own in after for each in own.http} == {each.fileno() for each in sockets}
     assert not any(each.shared for each in after)

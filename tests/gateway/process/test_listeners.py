@@ -6,12 +6,13 @@ import pytest
 
 from gateway.errors import ListenError
 from gateway.process.listeners import Listeners, base_url, bind, bind_gateway, claim, listen_gateway
+from tests.gateway.serving import settings
 from tests.ports import free_ports
 
 
 def bind_all(stack: contextlib.ExitStack, host: str, port: int, count: int) -> list[Listeners]:
     """Bind one port for HTTP."""
-    listeners = bind_gateway(host, [port], count=count)
+    listeners = bind_gateway(settings(host=host, port=port, workers=count))
     for each in listeners:
         stack.callback(each.close)
     return listeners
@@ -20,7 +21,7 @@ def bind_all(stack: contextlib.ExitStack, host: str, port: int, count: int) -> l
 def test_metrics_have_an_address_of_their_own() -> None:
     (port,) = free_ports(1)
     for count in (1, 2):
-        listeners = bind_gateway("127.0.0.1", [0], metrics_address=f"127.0.0.1:{port}", count=count)
+        listeners = bind_gateway(settings(metrics_address=f"127.0.0.1:{port}", workers=count))
         assert [each.http[-1].getsockname() for each in listeners] == [("127.0.0.1", port)] * count
         for each in listeners:
             each.close()
@@ -101,7 +102,7 @@ def test_who_comes_second_to_a_bound_address_may_not_listen(host: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_gateway_has_several_addresses(count: int, host: str) -> None:
-    listeners = bind_gateway(host, [0, 0], grpc_port=0, count=count)
+    listeners = bind_gateway(settings(host=host, kserve_http_port=0, kserve_grpc_port=0, workers=count))
     with contextlib.ExitStack() as stack:
         for each in listeners:
             stack.callback(each.close)
@@ -123,17 +124,17 @@ def test_a_gateway_gives_everything_back_if_one_address_is_taken(grpc: bool) -> 
         taken.listen()
         port, other = taken.getsockname()[1], free.getsockname()[1]
         free.close()
-        ports = [other] if grpc else [other, port]
+        second = {"kserve_grpc_port" if grpc else "kserve_http_port": port}
         with pytest.raises(ListenError, match=f"port {port}: Address already in use"):
-            bind_gateway("127.0.0.1", ports, grpc_port=port if grpc else None)
+            bind_gateway(settings(port=other, **second, workers=1))
         bind("127.0.0.1", other).close()
 
 
 def test_who_comes_second_to_the_address_of_grpc_may_not_listen() -> None:
-    (first,) = bind_gateway("127.0.0.1", [0], grpc_port=0)
+    (first,) = bind_gateway(settings(kserve_grpc_port=0, workers=1))
     assert first.reserved is not None
     port = first.reserved.getsockname()[1]
-    (second,) = bind_gateway("127.0.0.1", [0], grpc_port=port)
+    (second,) = bind_gateway(settings(kserve_grpc_port=port, workers=1))
     with socket.socket() as other:  # as gRPC does
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", port))

@@ -263,10 +263,11 @@ async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
 
 
 def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path: Path, table: int) -> None:
-    (listeners,) = bind_gateway("127.0.0.1", [0])
+    settings = load_settings({"upstreams": ("127.0.0.1:1",), "port": 0, "workers": 1})
+    (listeners,) = bind_gateway(settings)
     (listener,) = listeners.http
     place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
-    worker = workers._Worker(load_settings({"upstreams": ("127.0.0.1:1",)}), listeners, place)
+    worker = workers._Worker(settings, listeners, place)
     listener.listen()
     for _ in range(3):
         worker._turn_away()
@@ -286,8 +287,8 @@ async def test_one_that_hangs_is_replaced(
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.05)
     monkeypatch.setattr(workers, "_MISSES", 2)
     monkeypatch.setattr(workers, "_MISSES_AT_START", 10**6)  # looks; a start takes seconds
-    settings = load_settings({"upstreams": (triton.address,), "port": 0})
-    (listeners,) = bind_gateway("127.0.0.1", [0])
+    settings = load_settings({"upstreams": (triton.address,), "port": 0, "workers": 1})
+    (listeners,) = bind_gateway(settings)
     place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(settings, listeners, place)
     keeping = asyncio.create_task(worker.keep())

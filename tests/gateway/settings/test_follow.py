@@ -26,7 +26,7 @@ class Following:
 
     @asynccontextmanager
     async def running(self, folder: Path | None = None) -> AsyncIterator[None]:
-        work = follow.follow(follow.MODELS, self.settings, self.apply, self.outcomes.append, folder)
+        work = follow.follow("models", self.settings, self.apply, self.outcomes.append, folder)
         task = asyncio.create_task(work)
         yield
         assert not task.done()
@@ -119,7 +119,7 @@ async def test_a_process_that_replaces_another_knows_the_keys_that_the_others_do
     async def apply(changed: Settings) -> None:
         applied.append(changed)
 
-    task = asyncio.create_task(follow.follow(follow.KEYS, settings, apply, outcomes.append, folder))
+    task = asyncio.create_task(follow.follow("api_keys", settings, apply, outcomes.append, folder))
     path.write_text("api_keys: [{name: b, key: second-secret, models: [m], scopes: [admin]}]")
     await until(lambda: outcomes == ["applied"])
     path.write_text("api_keys: [{name: b, key: [}]")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.settings import ConfigurationError, Settings, load_settings, reload_models
+from gateway.settings import ConfigurationError, Settings, load_settings, reload
 from gateway.settings.models import ModelSettings
 from gateway.settings.values import Contract
 from gateway.triton.dialects import DIALECTS
@@ -135,8 +135,8 @@ def test_a_file_is_read_again_with_the_other_settings_as_they_were(tmp_path: Pat
     path = Path(file_of(tmp_path, {"models": {"a": {}}, "port": 81, "api_keys": KEYS}))
     settings = load_settings(config=path)
     file_of(tmp_path, {"models": {"b": {"keys": ["ann"]}}, "port": 82})
-    again = reload_models(settings)
+    again = reload(settings, "models")
     assert (list(again.models), again.port, again.api_keys) == (["b"], 81, settings.api_keys)
     file_of(tmp_path, {"models": {"b": {"keys": ["bob"]}}, "prot": 82})
     with pytest.raises(ConfigurationError, match="prot: unknown key"):
-        reload_models(settings)
+        reload(settings, "models")

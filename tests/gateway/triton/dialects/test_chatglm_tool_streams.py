@@ -62,11 +62,11 @@ def test_the_joined_stream_is_the_whole_answer(
     request = ChatRequest.read(json.dumps(body).encode())
     accepted = Accepted(prompt_tokens=7)
     events = read(*responses_of(segments, [], finish), **offered)
-    document = asyncio.run(ChatAnswer(request).complete(accepted, as_events(events)))
+    document = asyncio.run(ChatAnswer(request).accept(accepted).complete(as_events(events)))
     choice = json.loads(encode(document))["choices"][0]
     message = choice["message"]
 
-    writer = ChatAnswer(request).stream(accepted)
+    writer = ChatAnswer(request).accept(accepted)
     content, reason = None, None
     calls: dict[int, dict[str, str]] = {}
     for event in read(*responses_of(segments, cuts, finish), **offered):

@@ -120,12 +120,12 @@ def test_the_joined_stream_is_the_whole_answer(segments: list[str], cuts: list[i
     request = ChatRequest.read(json.dumps({"model": "m", "messages": [USER], "tools": TOOLS}).encode())
     accepted = Accepted(prompt_tokens=7)
     events = read(*responses_of(segments, [], finish))
-    document = asyncio.run(ChatAnswer(request).complete(accepted, as_events(events)))
+    document = asyncio.run(ChatAnswer(request).accept(accepted).complete(as_events(events)))
     choice = json.loads(encode(document))["choices"][0]
     content, reason = None, None
     calls: dict[int, dict[str, str]] = {}
     ids: dict[int, str] = {}
-    writer = ChatAnswer(request).stream(accepted)
+    writer = ChatAnswer(request).accept(accepted)
     for event in read(*responses_of(segments, cuts, finish)):
         for chunk in chunks_of(writer.write(event)):
             part = json.loads(chunk)["choices"][0]
