@@ -1,11 +1,14 @@
 """What holds for every test."""
 
+import functools
 import gc
+import importlib
 import os
 import re
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
@@ -20,6 +23,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a failure is the change's and not the day's.
 settings.register_profile("tritongate", deadline=None, derandomize=True)
 settings.load_profile("tritongate")
+
+for _library in ("httpx", "httpx2"):  # the tests' own, and the OpenAI SDK's
+    # Reading the authorities that the system trusts takes 25 ms of a processor, for each client that is made;
+    # and `httpx.get` makes one, also where it is asked again and again until a server is ready.
+    _create = functools.cache(importlib.import_module(_library).create_ssl_context)
+    pytest.MonkeyPatch().setattr(f"{_library}._transports.default.create_ssl_context", _create)
 
 collect_ignore = [] if os.environ.get("TEST_VLLM") else ["vllm"]
 """Those want 4 GB of packages in an environment of their own: `make test-vllm` brings them and sets this."""
@@ -54,6 +63,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = vars(item.module) if isinstance(item, pytest.Function) else {}
         shared = [name for name in SHARED_SERVERS if name in fixtures and name not in own]
         item.add_marker(pytest.mark.xdist_group("_".join(shared) or item.path.name))
+
+
+def _group(item: pytest.Item) -> object:
+    mark = item.get_closest_marker("xdist_group")
+    assert mark is not None
+    return mark.args[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """End all fixtures with the last test of a group; its servers would idle beside the next groups' else.
+
+    Without groups of xdist the tests come in the order of their files: servers then last until the run ends.
+    """
+    grouped = getattr(item.config.option, "loadgroup", False)
+    if not grouped or nextitem is None or _group(item) == _group(nextitem):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    runtestprotocol(item, nextitem=None)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

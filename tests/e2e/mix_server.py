@@ -21,12 +21,17 @@ WANTED_BLOCKS = AT_ONCE * 16
 """What so many answers of that length hold at their ends, with some 40 tokens of prompt."""
 
 RUNNING, WAITING = 2, 60
+STEP = 64
+"""Tokens in a step of `steps`."""
 SHORT_TIMEOUT_S = 4.0
 
 
 @dataclass
 class Mix:
-    """One server with four engines: `ample`, `other` (ChatGLM2), `quarter` of the memory, `line` of two."""
+    """One server with five engines.
+
+    They are `ample`, `other` (ChatGLM2), `quarter` of the memory, `line` of two, `steps` of few tokens.
+    """
 
     server: RepositoryServer
     triton: StreamClient
@@ -61,6 +66,7 @@ def mix_server(repository: Path) -> Iterator[Mix]:
         ("quarter", "chatglm3", {"max_running": AT_ONCE, "kv_memory_gib": quarter}),
         # A prompt takes as many steps as half of its tokens.
         ("line", "chatglm3", {"max_running": RUNNING, "max_waiting": WAITING, "max_batched_tokens": RUNNING}),
+        ("steps", "chatglm3", {"max_running": AT_ONCE, "max_batched_tokens": STEP}),
     ):
         options: dict[str, int | float | str | None] = {"dtype": "float32", **limits}
         write_entry(repository, model=ModelEntry(name=name, checkpoint=str(GOLDEN / golden), options=options))

@@ -71,8 +71,9 @@ def flag(words: list[str], pattern: str) -> str:
     return str(value)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def up() -> Iterator[UpProcess]:
+    """For all tests here, in order: each leaves both servers up or on their way, and the last one ends it."""
     process = UpProcess(
         *("--replicas", str(REPLICAS), "--metrics-port", "0", "--device", "cpu", "--dtype", "float32"),
         *("--draft-tokens", "0"),  # each token of an answer takes its step
@@ -88,48 +89,6 @@ def up() -> Iterator[UpProcess]:
 async def answered(client: httpx.AsyncClient, tokens: int) -> int:
     answer = await client.post(PATH, json={**ASK, "max_tokens": tokens})
     return int(answer.raise_for_status().json()["usage"]["completion_tokens"])
-
-
-async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -> None:
-    """Streamed and not, greedy and sampled, with choices, log-probabilities, a schema: as without it."""
-    both = servers(up)
-    assert len(both) == REPLICAS
-    doomed, other = both
-    requests = bodies(CLIENTS, TOKENS, ASK["model"])
-    async with (
-        asyncio.timeout(3 * WITHIN_S),
-        httpx.AsyncClient(base_url=up.base_url, timeout=WITHIN_S) as client,
-    ):
-        undisturbed = await answers(up.base_url, requests)
-        assert [answer.error for answer in undisturbed] == [None] * CLIENTS
-        assert up.gauge("tritongate_resumed_total") == 0
-
-        async def kill() -> None:
-            await asyncio.to_thread(wait_until, lambda: doomed.gauge("requests_running") > 0)
-            doomed.process.kill()
-
-        disturbed = await answers(up.base_url, requests, kill)
-        pairs = zip(undisturbed, disturbed, strict=True)
-        assert [before.differs(after) for before, after in pairs] == [None] * CLIENTS
-        assert up.gauge("tritongate_resumed_total") > 0
-        assert up.gauge("tritongate_requests_in_flight") == 0
-
-        await asyncio.to_thread(
-            wait_until, lambda: up.gauge("tritongate_upstream_healthy") == REPLICAS, WITHIN_S
-        )
-        back = [each for each in servers(up) if each.process != other.process]
-        assert [each.metrics for each in back] == [doomed.metrics]
-        assert other.process in [each.process for each in servers(up)]
-        await asyncio.gather(*(answered(client, 50) for _ in range(8)))
-        for each in (*back, other):
-            await asyncio.to_thread(
-                wait_until, lambda each=each: each.gauge("requests_total", finish_reason="length") >= 4
-            )
-    regions = [each.region for each in both]
-    assert all(region_files(region) for region in regions)
-    assert up.stop() == 0
-    assert not any(region_files(region) for region in regions)
-    assert "Replica" in up.output
 
 
 async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) -> None:
@@ -149,7 +108,49 @@ async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) ->
             assert [before.differs(after) for before, after in pairs] == [None] * FEW_CLIENTS
             assert up.gauge("tritongate_resumed_total") > resumed
     assert up.gauge("tritongate_requests_in_flight") == 0
+
+
+async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -> None:
+    """Streamed and not, greedy and sampled, with choices, log-probabilities, a schema: as without it."""
+    await asyncio.to_thread(wait_until, lambda: up_and_idle(up), WITHIN_S)
+    both = servers(up)
+    doomed, other = both
+    before = up.gauge("tritongate_resumed_total")
+    requests = bodies(CLIENTS, TOKENS, ASK["model"])
+    async with (
+        asyncio.timeout(3 * WITHIN_S),
+        httpx.AsyncClient(base_url=up.base_url, timeout=WITHIN_S) as client,
+    ):
+        undisturbed = await answers(up.base_url, requests)
+        assert [answer.error for answer in undisturbed] == [None] * CLIENTS
+        assert up.gauge("tritongate_resumed_total") == before
+
+        async def kill() -> None:
+            await asyncio.to_thread(wait_until, lambda: doomed.gauge("requests_running") > 0)
+            doomed.process.kill()
+
+        disturbed = await answers(up.base_url, requests, kill)
+        pairs = zip(undisturbed, disturbed, strict=True)
+        assert [former.differs(later) for former, later in pairs] == [None] * CLIENTS
+        assert up.gauge("tritongate_resumed_total") > before
+        assert up.gauge("tritongate_requests_in_flight") == 0
+
+        await asyncio.to_thread(
+            wait_until, lambda: up.gauge("tritongate_upstream_healthy") == REPLICAS, WITHIN_S
+        )
+        back = [each for each in servers(up) if each.process != other.process]
+        assert [each.metrics for each in back] == [doomed.metrics]
+        assert other.process in [each.process for each in servers(up)]
+        await asyncio.gather(*(answered(client, 50) for _ in range(8)))
+        for each in (*back, other):
+            await asyncio.to_thread(
+                wait_until, lambda each=each: each.gauge("requests_total", finish_reason="length") >= 4
+            )
+    regions = [each.region for each in both]
+    assert all(region_files(region) for region in regions)
     assert up.stop() == 0
+    assert not any(region_files(region) for region in regions)
+    assert "Replica" in up.output
 
 
 def kill_model(server: Server) -> None:

@@ -1,18 +1,17 @@
 """Log-probabilities of prompts (`echo` with `logprobs`) with the official SDK on the real Triton."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+from tests.e2e.mix_server import Mix
+from tests.e2e.up_process import wait_until
 
 pytestmark = pytest.mark.e2e
 
 PROMPTS = ["The question is this one", "你好，山里的小狐狸 👋", " two  spaces"]
 MODELS = ("chatglm3", "chatglm2")
-STEP = 64
 IDS = {"return_token_ids": True}
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -77,28 +76,15 @@ def test_an_answer_has_as_part_of_a_prompt_the_scores_that_it_was_sampled_with(s
     )
 
 
-@pytest.fixture(scope="module")
-def small_steps() -> Iterator[UpProcess]:
-    """Steps of few tokens, so that prompts take several."""
-    model = ("--model", str(GOLDEN / "chatglm3"), "--dtype", "float32")
-    process = UpProcess(*model, "--max-batched-tokens", str(STEP), "--max-running", "16")
-    try:
-        yield process.wait_ready()
-    finally:
-        process.close()
+def sdk_of(mix: Mix) -> openai.OpenAI:
+    return openai.OpenAI(base_url=mix.gateway.base_url + "/v1", api_key="unused", max_retries=0)
 
 
-def sdk_of(up: UpProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0)
-
-
-def test_a_prompt_of_several_steps_is_scored_alike_whatever_is_cached_or_runs_beside_it(
-    small_steps: UpProcess,
-) -> None:
+def test_a_prompt_of_several_steps_is_scored_alike_whatever_is_cached_or_runs_beside_it(mix: Mix) -> None:
     """As an evaluation harness asks: ids, one token more, and the likeliest beside each."""
     ids = [300 + place * 7 % 500 for place in range(450)]
-    asked: dict[str, Any] = {"model": "chatglm3", "prompt": ids, "max_tokens": 1, "temperature": 0}
-    with sdk_of(small_steps) as sdk:
+    asked: dict[str, Any] = {"model": "steps", "prompt": ids, "max_tokens": 1, "temperature": 0}
+    with sdk_of(mix) as sdk:
         sdk.completions.create(**asked)  # Its blocks are in the cache now.
         one = sdk.completions.create(**asked, echo=True, logprobs=1)
         assert one.usage.prompt_tokens_details.cached_tokens == 0, "nothing of it was taken from the cache"
@@ -116,15 +102,14 @@ def test_a_prompt_of_several_steps_is_scored_alike_whatever_is_cached_or_runs_be
         assert cached.usage.prompt_tokens_details.cached_tokens > 400, "the cache is read again for others"
 
 
-def test_a_client_that_leaves_while_its_prompt_is_scored_frees_the_engine(small_steps: UpProcess) -> None:
+def test_a_client_that_leaves_while_its_prompt_is_scored_frees_the_engine(mix: Mix) -> None:
     ids = [[300 + (place * 7 + first) % 500 for place in range(450)] for first in range(16)]
-    asked: dict[str, Any] = {"model": "chatglm3", "prompt": ids, "echo": True, "logprobs": 5}
-    with sdk_of(small_steps) as sdk:
+    asked: dict[str, Any] = {"model": "steps", "prompt": ids, "echo": True, "logprobs": 5}
+    with sdk_of(mix) as sdk:
         stream = sdk.completions.create(**asked, max_tokens=50, stream=True)
         next(iter(stream))
         stream.close()
-    wait_until(lambda: small_steps.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
-    wait_until(lambda: small_steps.gauge("tritongate_requests_in_flight") == 0)
+    wait_until(lambda: mix.idle("steps"))
 
 
 def test_no_tokens_without_an_echo_are_refused(sdk: openai.OpenAI) -> None:
