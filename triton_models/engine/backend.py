@@ -106,6 +106,6 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
         clears_blocks=False,
         graphs=True,
         overlap=True,
-        drafts=DraftLimits(rows=256, worth=0.3, worth_more=1 / 64),
+        drafts=DraftLimits(rows=256, worth=0.15, worth_more=1 / 96),
         reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
     )
