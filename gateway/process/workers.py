@@ -8,16 +8,15 @@ reset, and new ones go to the other workers. It serves nothing itself. Signals w
 `gateway.process.server` and are passed on; after the first, no worker is replaced. SIGUSR2 is passed on once
 another process serves.
 
-A worker is `python -m gateway.process.workers`. It reads its order (settings, sockets, place) from standard
-input, and writes one line to standard output when every model is ready. When standard input ends, because the
-parent died or closed it, the worker stops as on SIGTERM.
+A worker is `python -m gateway.process.workers`. It reads its order (settings, sockets, place), one line of
+JSON, from standard input, and writes one line to standard output when every model is ready. When standard
+input ends, because the parent died or closed it, the worker stops as on SIGTERM.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -29,12 +28,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from pydantic import SecretStr
+
 from gateway.limits.counters import mark_ended, new_table
 from gateway.process.handover import HandOver, Inherited, hand_over, next_end, until_stopped
 from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
 from gateway.process.server import caught_signals
 from gateway.process.server import run as run_alone
 from gateway.settings import Settings
+from gateway.settings.values import revealed
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place, answers
 from gateway.triton.client import Backoff
@@ -58,18 +61,45 @@ _LONGEST_FOLDER = 80
 _log = logging.getLogger(__name__)
 
 
-def encode_order(settings: Settings, listeners: Listeners, place: Place, *, succeeds: bool = False) -> bytes:
-    """Return what a worker reads first. Secrets are in it: never log it or put it on a command line.
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a worker, its listeners, and its place among the workers."""
 
-    Args:
-        settings: field by field, so that a package that was replaced meanwhile may have more of them.
-        listeners: the worker's; it inherits the descriptors of those for HTTP.
-        place: the worker's among the workers.
-        succeeds: whether the workers of another process serve until this one is ready.
-    """
+    settings: dict[str, Any]
+    """All settings, secrets in clear text: never log them or put them on a command line."""
+    http: list[int]
+    """The inherited descriptors of the sockets for HTTP."""
+    grpc: str | None
+    """The address for gRPC, if there is one."""
+    place: Place
+    succeeds: bool = False
+    """Whether the workers of another process serve until this one is ready."""
+
+
+_decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  # of the place's path
+
+
+def encode_order(settings: Settings, listeners: Listeners, place: Place, *, succeeds: bool = False) -> bytes:
+    """Return an order as the line that the worker reads."""
     http = [listener.fileno() for listener in listeners.http]
-    order = {"settings": dict(settings), "http": http, "grpc": listeners.grpc}
-    return pickle.dumps({**order, "place": place, "succeeds": succeeds})
+    order = Order(
+        settings=settings.model_dump(), http=http, grpc=listeners.grpc, place=place, succeeds=succeeds
+    )
+    return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
+
+
+def decode_order(line: bytes) -> Order:
+    """Read what `encode_order` wrote.
+
+    Raises:
+        msgspec.MsgspecError: it is not an order.
+    """
+    return _decoder.decode(line)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, SecretStr):
+        return revealed(value)
+    return str(value)
 
 
 def run(
@@ -298,25 +328,24 @@ class _Worker:
 
 def main() -> int:
     """Carry out the order on standard input; return the exit status of `gateway.process.server.run`."""
-    order = pickle.load(sys.stdin.buffer)  # noqa: S301 - the parent made it
+    order = decode_order(sys.stdin.buffer.readline())
     orphaned = threading.Event()
     threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()
-    http, place = order["http"], order["place"]
     listeners = Listeners(
-        http=tuple(socket.socket(fileno=descriptor) for descriptor in http), grpc=order["grpc"]
+        http=tuple(socket.socket(fileno=descriptor) for descriptor in order.http), grpc=order.grpc
     )
     for listener in listeners.http:
         listener.listen(BACKLOG)  # again, if the end of the worker before has shut it down
     status = run_alone(
-        Settings(**order["settings"]),
+        Settings(**order.settings),
         listeners=listeners,
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
-        place=place,
-        succeeds=order["succeeds"],
+        place=order.place,
+        succeeds=order.succeeds,
         hand_over=_handed_over,
     )
     if orphaned.is_set():  # else the parent removes it
-        shutil.rmtree(place.folder, ignore_errors=True)
+        shutil.rmtree(order.place.folder, ignore_errors=True)
     return status
 
 
