@@ -215,7 +215,11 @@ def config_document(model: str, signature: Signature) -> dict[str, Any]:
     """Return the model's configuration, as Triton writes it."""
     inputs, outputs = (
         [
-            {"name": each.name, "data_type": _config_type(each), "dims": list(each.shape)}
+            {
+                "name": each.name,
+                "data_type": "TYPE_" + ("STRING" if each.datatype == BYTES else each.datatype),
+                "dims": list(each.shape),
+            }
             | ({"optional": True} if each.optional else {})
             for each in tensors
         ]
@@ -223,10 +227,6 @@ def config_document(model: str, signature: Signature) -> dict[str, Any]:
     )
     head = {"name": model, "platform": PLATFORM, "backend": "", "max_batch_size": signature.max_rows}
     return {**head, "input": inputs, "output": outputs, "model_transaction_policy": {"decoupled": False}}
-
-
-def _config_type(tensor: Declared) -> str:
-    return "TYPE_STRING" if tensor.datatype == BYTES else f"TYPE_{tensor.datatype}"
 
 
 def metadata_document(model: str, signature: Signature) -> dict[str, Any]:
