@@ -35,7 +35,18 @@ collect_ignore = [] if os.environ.get("TEST_VLLM") else ["vllm"]
 
 _ALL_E2E = re.compile(rb"^pytestmark = (\[\s*)?pytest\.mark\.e2e\b", re.MULTILINE)
 
-SHARED_SERVERS = ("up", "patient", "demo_up", "mix", "stock", "scripted", "foreign")
+SHARED_SERVERS = (
+    "up",
+    "patient",
+    "demo_up",
+    "mix",
+    "families",
+    "traced",
+    "fleet",
+    "stock",
+    "scripted",
+    "foreign",
+)
 """Fixtures of `tests/e2e/conftest.py`; no test there needs two of them."""
 
 

@@ -20,7 +20,7 @@ from tests.tied import tied
 
 _ENDED = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 _INTERVAL_S = 0.02
-_START_S = 100.0
+START_S = 100.0
 _ANSWER_S = 20.0
 
 
@@ -103,7 +103,7 @@ class Command:
             for line in lines:
                 self.output += line.decode(errors="replace")
 
-    def wait_for(self, holds: Callable[[], bool], timeout_s: float = _START_S) -> None:
+    def wait_for(self, holds: Callable[[], bool], timeout_s: float = START_S) -> None:
         """Wait until something holds, as long as the process lives."""
         deadline = time.monotonic() + timeout_s
         while not holds():

@@ -113,7 +113,7 @@ class ComposeStack:
                 self.start(name)  # the restart policy
             assert self._processes[name].poll() is None, said
             assert time.monotonic() < deadline, said
-            time.sleep(0.3)
+            time.sleep(1)  # each check is a process, which takes half a second of a processor
         self._remember()
 
     def log(self, name: str) -> str:

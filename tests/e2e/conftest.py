@@ -3,18 +3,25 @@
 import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.foreign_server import Foreign, foreign_server
+from tests.e2e.manifest_triton import ManifestTriton
 from tests.e2e.mix_server import Mix, mix_server
 from tests.e2e.relay import Relay
 from tests.e2e.scripted_triton import Scripted, ready, scripted_triton, upstream_of
+from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stock_server import REPOSITORY, StockServer, built, by_hand, stock_server
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import GOLDEN, UpProcess
+from tests.otlp_receiver import Receiver
+
+if TYPE_CHECKING:
+    from tests.e2e.families_server import Families
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +67,14 @@ def relay(patient: UpProcess) -> Iterator[Relay]:
 
 
 @pytest.fixture(scope="session")
+def beside(up: UpProcess) -> Iterator[ServeProcess]:
+    """Another gateway before the Triton of `up`, where chatglm3 has the unbatched contract."""
+    arguments = ("--models", "chatglm3,chatglm2", "--contract", "chatglm3=unbatched")
+    with ServeProcess(up.triton_grpc, *arguments) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
 def triton(up: UpProcess) -> Iterator[StreamClient]:
     client = StreamClient(up.triton_grpc, up.repository_key)
     yield client
@@ -90,9 +105,50 @@ def demo(demo_up: UpProcess) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
+def collector() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def traced(collector: Receiver) -> Iterator[UpProcess]:
+    """One model behind two gateway processes, whose traces the collector gets."""
+    model = ("--model", str(GOLDEN / "chatglm3"), "--workers", "2")
+    process = UpProcess(*model, "--trace-endpoint", collector.endpoint, "--trace-sample", "0")
+    try:
+        yield process.wait_ready()
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="session")
 def mix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mix]:
     with mix_server(tmp_path_factory.mktemp("repository")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Families"]:
+    from tests.e2e.families_server import families_server  # noqa: PLC0415 - brings torch and transformers
+
+    with families_server(tmp_path_factory.mktemp("families")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ManifestTriton]]:
+    """Two Tritons that run as the manifests have them. The last test that has them ends them."""
+    folder = tmp_path_factory.mktemp("fleet")
+    made = [ManifestTriton(folder / f"triton-{number}") for number in range(2)]
+    try:
+        for triton in made:
+            triton.start()
+        for triton in made:
+            triton.wait_ready()
+        yield made
+    finally:
+        for triton in made:
+            triton.close()
 
 
 @pytest.fixture(scope="session")

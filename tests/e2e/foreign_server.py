@@ -171,7 +171,7 @@ def foreign_server(folder: Path) -> Iterator[Foreign]:
     with stock_server(repository, temporary=folder) as server:
         adapters = "tuned=vllm,absent=vllm,other=bls"
         flags = ("--tokenizers", str(folder / "tokenizer"), "--adapters", adapters)
-        gateway = ServeProcess(server.grpc, *flags)
+        gateway = ServeProcess(server.grpc, *flags, log_level="info")
         try:
             yield Foreign(gateway, server, repository)
         finally:

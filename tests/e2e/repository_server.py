@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.up_process import metric
+from tests.processes import children_of, command_of
 from wire.events import Ready, decode_event
 
 
@@ -20,6 +22,7 @@ class RepositoryServer:
         self._repository = repository
         self._stack = contextlib.ExitStack()
         self.ready: Ready
+        self._process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -32,7 +35,7 @@ class RepositoryServer:
 
     def _start(self) -> Ready:
         command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
-        process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             [*command, "--repository", str(self._repository)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert process.stdin is not None
@@ -45,6 +48,12 @@ class RepositoryServer:
             if isinstance(event, Ready):
                 return event
         pytest.fail("the embedded Triton ended before it was ready")
+
+    def stub(self, entry: str) -> psutil.Process:
+        """Return an entry's process."""
+        below = children_of(self._process.pid)
+        (found,) = [each for each in below if f"/{entry}/1/model.py" in " ".join(command_of(each))]
+        return found
 
     def gauge(self, name: str, **labels: str) -> float:
         """Return the sum of an engine metric's samples that have these labels."""

@@ -2,63 +2,38 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
-from transformers import PreTrainedModel
 
+from tests.e2e.families_server import BASE, CHAT, Families
 from tests.e2e.test_load import until
-from tests.e2e.up_process import UpProcess, metric
-from tests.template_checkpoint import write_tokenizer
-from tests.triton_models.native_checkpoint import write_bloom, write_native
+from tests.e2e.up_process import metric
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-BASE, CHAT = "bloom", "glm-4-0414"
 PROMPT = list(b"The quick brown fox jumps over the lazy dog and runs")
 QUESTION: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-class Beams:
-    """The server, and the models that it serves."""
-
-    def __init__(self, up: UpProcess, sdk: openai.OpenAI, models: dict[str, PreTrainedModel]) -> None:
-        self.up = up
-        self.sdk = sdk
-        self.models = models
-
-    def expected(self, model: str, prompt: list[int], width: int, answers: int, **options: Any) -> Any:
-        with torch.inference_mode():
-            found = self.models[model].generate(
-                torch.tensor([prompt]),
-                num_beams=width,
-                num_return_sequences=answers,
-                max_new_tokens=12,
-                pad_token_id=0,
-                do_sample=False,
-                **options,
-            )
-        return found[:, len(prompt) :].tolist()
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beams]:
-    folder = tmp_path_factory.mktemp("beams")
-    models = {
-        BASE: write_bloom(folder / BASE, seq_length=4096),
-        CHAT: write_native(folder / CHAT, "glm4", max_position_embeddings=1024),
-    }
-    write_tokenizer(folder / BASE, template=None)
-    write_tokenizer(folder / CHAT)
-    arguments = [argument for name in models for argument in ("--model", str(folder / name))]
-    with UpProcess(*arguments, "--device", "cpu", "--dtype", "float32") as up:
-        up.wait_ready()
-        with openai.OpenAI(base_url=f"{up.base_url}/v1", api_key="-", max_retries=0) as sdk:
-            yield Beams(up, sdk, models)
+def searched(
+    served: Families, model: str, prompt: list[int], width: int, answers: int, **options: Any
+) -> Any:
+    """Return what transformers finds."""
+    with torch.inference_mode():
+        found = served.references[model].generate(
+            torch.tensor([prompt]),
+            num_beams=width,
+            num_return_sequences=answers,
+            max_new_tokens=12,
+            pad_token_id=0,
+            do_sample=False,
+            **options,
+        )
+    return found[:, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -71,23 +46,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beams]:
     ],
 )
 def test_completions_are_those_of_transformers(
-    served: Beams, width: int, answers: int, options: dict[str, Any], stream: bool
+    families: Families, width: int, answers: int, options: dict[str, Any], stream: bool
 ) -> None:
-    endless = served.expected(BASE, PROMPT, width, 1, eos_token_id=None)[0]
+    endless = searched(families, BASE, PROMPT, width, 1, eos_token_id=None)[0]
     stops = sorted(set(endless[3:7:2]))
-    expected = served.expected(BASE, PROMPT, width, answers, eos_token_id=stops, **options)
+    expected = searched(families, BASE, PROMPT, width, answers, eos_token_id=stops, **options)
     search = {"use_beam_search": True, "stop_token_ids": stops, "ignore_eos": True, **options}
     search |= {} if width == answers else {"best_of": width}
     asked: dict[str, Any] = {"model": BASE, "prompt": PROMPT, "max_tokens": 12, "n": answers}
     asked["extra_body"] = {**search, "return_token_ids": True}
     if stream:
-        chunks = list(served.sdk.completions.create(**asked, stream=True))
+        chunks = list(families.sdk.completions.create(**asked, stream=True))
         found: list[Any] = sorted(
             (each for chunk in chunks for each in chunk.choices), key=lambda each: each.index
         )
         assert [each.index for each in found] == list(range(answers)), "one chunk for each answer"
     else:
-        answer = served.sdk.completions.create(**asked)
+        answer = families.sdk.completions.create(**asked)
         found = answer.choices
         assert answer.usage is not None
         assert answer.usage.completion_tokens == sum(len(each.model_extra["token_ids"]) for each in found)
@@ -100,18 +75,19 @@ def test_completions_are_those_of_transformers(
     assert all(len(each) == 12 or each[-1] in stops for each in ids)
 
 
-def test_a_chat_is_searched_like_a_text(served: Beams) -> None:
+def test_a_chat_is_searched_like_a_text(families: Families) -> None:
     asked: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "max_tokens": 12, "n": 3}
     search = {"use_beam_search": True, "best_of": 5, "ignore_eos": True, "return_token_ids": True}
-    answer = served.sdk.chat.completions.create(**asked, logprobs=True, top_logprobs=1, extra_body=search)
+    answer = families.sdk.chat.completions.create(**asked, logprobs=True, top_logprobs=1, extra_body=search)
     prompt = answer.model_extra["prompt_token_ids"]
-    expected = served.expected(CHAT, prompt, 5, 3, eos_token_id=None)
+    expected = searched(families, CHAT, prompt, 5, 3, eos_token_id=None)
     assert [each.model_extra["token_ids"] for each in answer.choices] == expected
     scores = [sum(each.logprob for each in choice.logprobs.content) for choice in answer.choices]
     assert scores == sorted(scores, reverse=True)
-    alone = served.sdk.chat.completions.create(**asked | {"n": 1}, extra_body=search | {"best_of": 1})
+    alone = families.sdk.chat.completions.create(**asked | {"n": 1}, extra_body=search | {"best_of": 1})
     assert (
-        alone.choices[0].model_extra["token_ids"] == served.expected(CHAT, prompt, 1, 1, eos_token_id=None)[0]
+        alone.choices[0].model_extra["token_ids"]
+        == searched(families, CHAT, prompt, 1, 1, eos_token_id=None)[0]
     )
 
 
@@ -125,19 +101,19 @@ def test_a_chat_is_searched_like_a_text(served: Beams) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
-    served: Beams, asked: dict[str, Any], param: str
+    families: Families, asked: dict[str, Any], param: str
 ) -> None:
     body = {"use_beam_search": param != "best_of", **asked}
     with pytest.raises(openai.BadRequestError) as of_completion:
-        served.sdk.completions.create(model=BASE, prompt="a", extra_body=body)
+        families.sdk.completions.create(model=BASE, prompt="a", extra_body=body)
     with pytest.raises(openai.BadRequestError) as of_chat:
-        served.sdk.chat.completions.create(model=CHAT, messages=QUESTION, extra_body=body)
+        families.sdk.chat.completions.create(model=CHAT, messages=QUESTION, extra_body=body)
     assert of_completion.value.param == of_chat.value.param == param
 
 
-async def test_others_are_answered_meanwhile_and_a_hang_up_ends_it(served: Beams) -> None:
+async def test_others_are_answered_meanwhile_and_a_hang_up_ends_it(families: Families) -> None:
     """The search would take minutes; others do not wait for it, and nothing of it is left behind."""
-    up = served.up
+    up = families.up
     body = {"model": BASE, "prompt": PROMPT, "use_beam_search": True, "n": 16, "ignore_eos": True}
 
     def gauge(name: str) -> float:

@@ -13,7 +13,7 @@ from tests.e2e.channel_client import open_channel
 from tests.e2e.meddling_proxy import MeddlingProxy
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.test_load import different, idle, streamed, until
+from tests.e2e.test_load import different, idle, sdk, streamed, until
 from tests.e2e.unread_answer import UnreadAnswer
 from tests.e2e.up_process import UpProcess, wait_until
 from wire.channel import Frame
@@ -34,19 +34,6 @@ LONG: dict[str, Any] = {
 def worker() -> Iterator[Callable[[str], ServeProcess]]:
     with contextlib.ExitStack() as workers:
         yield lambda upstream: workers.enter_context(ServeProcess(upstream, "--models", "chatglm3"))
-
-
-def test_a_channel_carries_what_a_plain_stream_does(triton: StreamClient) -> None:
-    plain = triton.ask("chatglm3", "你好", max_tokens=300, temperature=0, ignore_eos=True)
-    channel = open_channel(triton, "chatglm3", "by hand")
-    where = {"id": "by hand", "stream": 5}
-    own = triton.ask("chatglm3", "你好", max_tokens=300, temperature=0, ignore_eos=True, channel=where)
-    wait_until(lambda: channel.frames[-1].frame >= own.last.delivered.frame)
-    assert channel.text(5) + own.text == plain.text
-    assert channel.deltas(5) == own.last.delivered.deltas > 5
-    assert own.last.usage == plain.last.usage
-    assert [frame.frame for frame in channel.frames] == list(range(len(channel.frames)))
-    channel.close()
 
 
 def test_a_quiet_channel_beats_and_so_does_a_request_that_waits_for_its_turn(triton: StreamClient) -> None:
@@ -94,10 +81,10 @@ async def unstreamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> tup
 
 
 async def test_answers_are_alike_whether_they_are_streamed_or_not(
-    up: UpProcess, worker: Callable[[str], ServeProcess]
+    up: UpProcess, beside: ServeProcess
 ) -> None:
     requests = [different(number) for number in range(STREAMS)]
-    async with worker(up.triton_grpc).sdk() as client:
+    async with beside.sdk() as client:
         streams = [asyncio.create_task(streamed(client, request)) for request in requests]
         others = [asyncio.create_task(unstreamed(client, request)) for request in requests]
         answers = await asyncio.gather(*streams)
@@ -191,8 +178,8 @@ async def test_a_missing_delta_is_noticed_by_the_count_in_the_last_response(
 async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
     patient: UpProcess, worker: Callable[[str], ServeProcess]
 ) -> None:
-    doomed, other = worker(patient.triton_grpc), worker(patient.triton_grpc)
-    async with doomed.sdk() as dies, other.sdk() as lives:
+    doomed = worker(patient.triton_grpc)
+    async with doomed.sdk() as dies, sdk(patient) as lives:
         killed = asyncio.Event()
         lost = [asyncio.create_task(lasting(dies, max_tokens=8000)) for _ in range(32)]
         kept = [asyncio.create_task(again_and_again(lives, killed, temperature=0)) for _ in range(4)]
@@ -207,19 +194,16 @@ async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
     await idle(patient)
 
 
-async def test_a_client_that_does_not_read_stalls_nobody(
-    up: UpProcess, worker: Callable[[str], ServeProcess]
-) -> None:
-    served = worker(up.triton_grpc)
-    slow = await UnreadAnswer.begin(served.base_url)
-    async with served.sdk() as client:
+async def test_a_client_that_does_not_read_stalls_nobody(up: UpProcess, beside: ServeProcess) -> None:
+    slow = await UnreadAnswer.begin(beside.base_url)
+    async with beside.sdk() as client:
         ends = await asyncio.wait_for(
             asyncio.gather(*(lasting(client, temperature=0) for _ in range(8))), 100
         )
     assert {reason for reason, _ in ends} == {"length"}
     assert len({text for _, text in ends}) == 1
     await until(lambda: up.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)
-    assert await asyncio.to_thread(served.gauge, "tritongate_requests_in_flight") == 1
+    assert await asyncio.to_thread(beside.gauge, "tritongate_requests_in_flight") == 1
     slow.close()
-    await until(lambda: served.gauge("tritongate_requests_in_flight") == 0)
+    await until(lambda: beside.gauge("tritongate_requests_in_flight") == 0)
     await idle(up)

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.relay import Relay
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import UpProcess, wait_until
+from tests.e2e.up_process import UpProcess, slowed, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -206,6 +206,8 @@ def test_a_gateway_that_is_full_says_so_and_sends_nothing_that_is_late(
         stream = stack.enter_context(http.stream("POST", CHAT, json=LONG))
         events = stream.iter_lines()
         next(events)
+        # Nobody hears of what it does; at full speed it might even be through before the deadline.
+        stack.enter_context(slowed(patient.stub("chatglm3")))
         stack.enter_context(relay.held())
         waiting.sendall(body)
         wait_until(lambda: hurried.gauge("tritongate_requests_waiting") == 1)

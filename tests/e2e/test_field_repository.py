@@ -1,26 +1,22 @@
 """The unbatched contract, of a gateway that serves a model with it; the model itself knows no contracts."""
 
 import ast
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.e2e.field_client import FieldError, ask_unbatched, conversation
 from tests.e2e.serve_process import ServeProcess
-from tests.e2e.up_process import UpProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 HELLO = "你好"
 
 
-@pytest.fixture(scope="module")
-def glm(up: UpProcess) -> Iterator[str]:
+@pytest.fixture
+def glm(beside: ServeProcess) -> str:
     """The URL of chatglm3 with the unbatched contract, before the Triton where others have another one."""
-    arguments = ("--models", "chatglm3,chatglm2", "--contract", "chatglm3=unbatched")
-    with ServeProcess(up.triton_grpc, *arguments) as gateway:
-        yield f"{gateway.base_url}/v2/models/chatglm3"
+    return f"{beside.base_url}/v2/models/chatglm3"
 
 
 def test_the_unbatched_contract(glm: str) -> None:

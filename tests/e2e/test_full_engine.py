@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.mix_server import RUNNING, Mix
 from tests.e2e.stream_client import StreamClient
-from tests.e2e.up_process import wait_until
+from tests.e2e.up_process import slowed, wait_until
 from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 FULL_S = 20.0
 """Longer than three probes without an answer in time take to have an engine loaded anew."""
 CLIENTS = 40
+TOKENS = 60
+"""Few: the engine is slowed, so that it is full for so long without taking a processor for so long."""
 MODEL = "line"
 AT_ONCE_S = 10.0
 """Far less than the wait behind a full engine, far more than a busy machine needs."""
@@ -59,7 +61,7 @@ class Feeders:
                 await sdk.chat.completions.create(
                     model=MODEL,
                     messages=[{"role": "user", "content": "你好"}],
-                    max_tokens=480,
+                    max_tokens=TOKENS,
                     extra_body={"ignore_eos": True},
                 )
                 self.answers += 1
@@ -86,7 +88,7 @@ def test_a_full_engine_still_answers_for_itself(mix: Mix) -> None:
 
     errors = mix.gateway.gauge("tritongate_upstream_errors_total")
     rounds = 0
-    with Feeders(mix.gateway.base_url) as feeders:
+    with Feeders(mix.gateway.base_url) as feeders, slowed(mix.server.stub(MODEL)):
         wait_until(lambda: control(triton, probe=True).probe.waiting >= CLIENTS - RUNNING - 2)
         until = time.monotonic() + FULL_S
         while time.monotonic() < until or rounds < 3:

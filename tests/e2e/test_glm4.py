@@ -1,7 +1,6 @@
 """GLM-4 as published, by the official SDK: one model of random weights, and one that always calls a tool."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,10 @@ import openai
 import pytest
 import torch
 
+from tests.e2e.families_server import CALLED, CALLER, GLM4, Families
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.up_process import UpProcess
-from tests.glm4_checkpoint import CONFIG, TEMPLATE, write_checkpoint
+from tests.glm4_checkpoint import CONFIG, TEMPLATE
 from tests.triton_models.engine.models.native_glm import native
 from triton_models.text.formats import ChatFormat, chat_format
 from triton_models.text.tokenizers import load_tokenizer
@@ -21,8 +21,6 @@ from wire.history import Turn
 
 pytestmark = pytest.mark.e2e
 
-RANDOM, CALLER = "glm-4-9b-chat", "glm-4-caller"
-CALLED = '{"city": "襄阳"}'
 QUESTION = [{"role": "user", "content": "襄阳今天的天气怎么样？"}]
 WEATHER = {
     "name": "get_weather",
@@ -57,11 +55,16 @@ STRICT: list[Any] = [
 
 @dataclass
 class Served:
-    up: UpProcess
-    sdk: openai.OpenAI
-    tensors: dict[str, torch.Tensor]
-    """Of the random model."""
+    families: Families
     format: ChatFormat
+
+    @property
+    def up(self) -> UpProcess:
+        return self.families.up
+
+    @property
+    def sdk(self) -> openai.OpenAI:
+        return self.families.sdk
 
     def create(self, model: str, **asked: Any) -> Any:
         asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 24} | asked
@@ -69,34 +72,23 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("models")
-    tensors = write_checkpoint(folder / RANDOM)
-    write_checkpoint(folder / CALLER, says=f"get_weather\n{CALLED}")
-    tokenizer = load_tokenizer(folder / RANDOM, "glm4")
-    models = [text for name in (RANDOM, CALLER) for text in ("--model", str(folder / name))]
-    up = UpProcess(*models, "--dtype", "float32")
-    try:
-        up.wait_ready()
-        with openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0) as sdk:
-            yield Served(up, sdk, tensors, chat_format("glm4", tokenizer, TEMPLATE))
-        assert up.stop() == 0
-    finally:
-        up.close()
+def served(families: Families) -> Served:
+    tokenizer = load_tokenizer(families.folder / GLM4, "glm4")
+    return Served(families, chat_format("glm4", tokenizer, TEMPLATE))
 
 
 def test_it_answers_as_the_reference_does(served: Served) -> None:
     client = StreamClient(served.up.triton_grpc)
     try:
         answer = client.ask(
-            RANDOM, prompt="你好", temperature=0, max_tokens=16, ignore_eos=True, return_token_ids=True
+            GLM4, prompt="你好", temperature=0, max_tokens=16, ignore_eos=True, return_token_ids=True
         )
     finally:
         client.close()
     prompt = served.format.render_turns([Turn("user", "你好")])
     assert answer.metas[0].accepted.prompt_token_ids == prompt
     with torch.inference_mode():
-        logits = native(served.tensors, CONFIG)(torch.tensor([prompt + answer.token_ids])).logits[0]
+        logits = native(served.families.tensors, CONFIG)(torch.tensor([prompt + answer.token_ids])).logits[0]
     assert answer.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -107,10 +99,10 @@ def test_a_conversation_whole_and_streamed(served: Served) -> None:
         {"role": "assistant", "content": "晴。"},
         {"role": "user", "content": "<|observation|> and then?"},
     ]
-    whole = served.create(RANDOM, messages=messages)
+    whole = served.create(GLM4, messages=messages)
     turns = [Turn(each["role"], each["content"]) for each in messages]
     assert whole.usage.prompt_tokens == len(served.format.render_turns(turns))
-    chunks = list(served.create(RANDOM, messages=messages, stream=True))
+    chunks = list(served.create(GLM4, messages=messages, stream=True))
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed == whole.choices[0].message.content
     assert len(streamed) > 4
@@ -184,7 +176,7 @@ def test_an_answer_is_held_to_a_schema_over_byte_pairs(served: Served) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", **schema}}}
     for seed in range(3):
         asked = {"temperature": 1, "seed": seed, "max_tokens": 200}
-        (choice,) = served.create(RANDOM, response_format=wanted, **asked).choices
+        (choice,) = served.create(GLM4, response_format=wanted, **asked).choices
         assert choice.finish_reason == "stop"
         assert json.loads(choice.message.content)["天气"] in {"晴", "雨"}
 
@@ -194,8 +186,8 @@ def test_required_calls_are_made_at_any_temperature(served: Served) -> None:
     asked: Any = {"tools": STRICT, "tool_choice": "required", "temperature": 2, "max_tokens": 300}
     names = set()
     for seed in range(12):
-        (whole,) = served.create(RANDOM, seed=seed, **asked).choices
-        parts = [chunk.choices[0] for chunk in served.create(RANDOM, seed=seed, stream=True, **asked)]
+        (whole,) = served.create(GLM4, seed=seed, **asked).choices
+        parts = [chunk.choices[0] for chunk in served.create(GLM4, seed=seed, stream=True, **asked)]
         calls = whole.message.tool_calls
         assert calls
         assert not whole.message.content
@@ -224,12 +216,12 @@ def test_beside_tools_the_answer_is_calls_or_text_that_obeys(served: Served) -> 
     for seed in range(200):
         if seed >= 24 and len(kinds) > 1:
             break
-        (whole,) = served.create(RANDOM, seed=seed, **asked).choices
+        (whole,) = served.create(GLM4, seed=seed, **asked).choices
         calls, content = whole.message.tool_calls or [], whole.message.content
         assert bool(calls) != bool(content)
         kinds.add(bool(calls))
         if seed < 6:
-            parts = [chunk.choices[0] for chunk in served.create(RANDOM, seed=seed, stream=True, **asked)]
+            parts = [chunk.choices[0] for chunk in served.create(GLM4, seed=seed, stream=True, **asked)]
             assert "".join(part.delta.content or "" for part in parts) == (content or "")
             pieces = [piece for part in parts for piece in part.delta.tool_calls or ()]
             assert "".join(piece.function.arguments for piece in pieces) == "".join(
@@ -251,7 +243,7 @@ def test_a_strict_tool_that_cannot_be_enforced_is_named(served: Served) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     broken: Any = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     with pytest.raises(openai.BadRequestError, match=r"tool f: .*uniqueItems") as refused:
-        served.create(RANDOM, tools=[*STRICT, broken])
+        served.create(GLM4, tools=[*STRICT, broken])
     assert refused.value.param == "tools.2.function.parameters"
     assert "%json" not in refused.value.message
 
@@ -272,15 +264,15 @@ def test_the_responses_api_calls_too(served: Served) -> None:
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_tokens_are_counted_as_a_chat_has_them(served: Served, tools: Any) -> None:
     more = {"tools": tools} if tools else {}
-    chat = served.create(RANDOM, **more, max_tokens=1, extra_body={"return_token_ids": True})
-    body = {"model": RANDOM, "messages": QUESTION, **more}
+    chat = served.create(GLM4, **more, max_tokens=1, extra_body={"return_token_ids": True})
+    body = {"model": GLM4, "messages": QUESTION, **more}
     counted = httpx.post(served.up.base_url + "/tokenize", json=body, timeout=30).json()
     assert counted["tokens"] == chat.model_extra["prompt_token_ids"]
     assert counted["count"] == chat.usage.prompt_tokens
     text = httpx.post(
-        served.up.base_url + "/tokenize", json={"model": RANDOM, "prompt": "襄阳 👋"}, timeout=30
+        served.up.base_url + "/tokenize", json={"model": GLM4, "prompt": "襄阳 👋"}, timeout=30
     ).json()
     back = httpx.post(
-        served.up.base_url + "/detokenize", json={"model": RANDOM, "tokens": text["tokens"]}, timeout=30
+        served.up.base_url + "/detokenize", json={"model": GLM4, "tokens": text["tokens"]}, timeout=30
     )
     assert back.json() == {"prompt": "襄阳 👋"}

@@ -18,42 +18,33 @@ import tritonclient.http as httpclient
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from tritonclient.utils import InferenceServerException
 
+from tests.e2e.families_server import LOGITS as MODEL
+from tests.e2e.families_server import NAMES, VOCABULARY, Families
 from tests.e2e.logits_client import Forward, beams, forward_by, greedy, nucleus, tokenize
 from tests.e2e.up_process import UpProcess, wait_until
-from tests.template_checkpoint import write_tokenizer
-from tests.triton_models.native_checkpoint import write_bloom
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-MODEL, TOKENIZER = "bloom", "bloom_tokenizer"
-VOCABULARY = 20_000
-"""So many that a step's logits are sent in several parts."""
-CONTEXT = 512
-LIMIT = 24 * 2**20
-"""Of bytes: 314 positions."""
+TOKENIZER = f"{MODEL}_tokenizer"
 TEXTS = ["the weather", "你好，the fox", "he"]
-WAYS = ("grpc", "http", "json")
+BINARY = ("grpc", "http")
+WAYS = (*BINARY, "json")
+"""As JSON, logits are compared, and no loop goes through them, which takes five seconds of a processor."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("logits") / MODEL
-    path.mkdir()
-    return path
+def folder(families: Families) -> Path:
+    return families.folder / MODEL
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    model = write_bloom(folder, vocab_size=VOCABULARY, seq_length=CONTEXT)
-    write_tokenizer(folder, template=None)
-    return model
+def reference(families: Families) -> PreTrainedModel:
+    return families.references[MODEL]
 
 
 @pytest.fixture(scope="module")
-def up(folder: Path, reference: PreTrainedModel) -> Iterator[UpProcess]:
-    arguments = ("--contract", f"{MODEL}=logits", "--logits-bytes", str(LIMIT), "--dtype", "float32")
-    with UpProcess("--model", str(folder), "--device", "cpu", *arguments) as process:
-        yield process.wait_ready()
+def up(families: Families) -> UpProcess:
+    return families.up
 
 
 @pytest.fixture(scope="module")
@@ -127,17 +118,20 @@ def test_logits_are_those_of_transformers(
         np.testing.assert_allclose(found[row, mask[row] == 1], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("forward", BINARY, indirect=True)
 def test_a_greedy_loop_over_padded_rows(forward: Forward, folder: Path, reference: PreTrainedModel) -> None:
     ids, mask = prompts(folder)
     assert (greedy(forward, ids, mask, 8) == generated(reference, ids, mask, 8)).all()
 
 
+@pytest.mark.parametrize("forward", BINARY, indirect=True)
 def test_a_beam_loop(forward: Forward, folder: Path, reference: PreTrainedModel) -> None:
     ids, mask = (each[1:2] for each in prompts(folder))
     expected = generated(reference, ids, mask, 6, num_beams=3)
     assert (beams(forward, ids, mask, 6, width=3) == expected).all()
 
 
+@pytest.mark.parametrize("forward", BINARY, indirect=True)
 def test_a_nucleus_loop_with_a_seed(forward: Forward, folder: Path, reference: PreTrainedModel) -> None:
     ids, mask = prompts(folder)
     found, expected = (
@@ -164,8 +158,9 @@ def test_both_names_are_listed_and_described(up: UpProcess, clients: dict[str, t
         MODEL: (matrix, [("logits", "FP32", [-1, -1, VOCABULARY])]),
         TOKENIZER: ([("TEXT", "BYTES", [-1])], matrix),
     }
-    assert {each["name"] for each in http.get_model_repository_index()} == set(expected)
-    assert {each.name for each in grpc.get_model_repository_index().models} == set(expected)
+    listed = {*NAMES, TOKENIZER}
+    assert {each["name"] for each in http.get_model_repository_index()} == listed
+    assert {each.name for each in grpc.get_model_repository_index().models} == listed
     for name, (inputs, outputs) in expected.items():
         assert http.is_model_ready(name)
         assert grpc.is_model_ready(name)

@@ -15,9 +15,9 @@ import yaml
 from click.testing import CliRunner
 
 from gateway.cli import main
-from tests.e2e.foreign_server import write_entry, write_tokenizer
+from tests.e2e.foreign_server import Foreign, write_tokenizer
 from tests.e2e.serve_process import ServeProcess
-from tests.e2e.stock_server import StockServer, stock_server
+from tests.e2e.stock_server import StockServer
 from tests.e2e.test_foreign_models import say
 from tests.e2e.up_process import wait_until
 
@@ -30,16 +30,14 @@ TEXT = "So much to say, " * 6
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models_file")
+    made: Path = tmp_path_factory.mktemp("models_file")
+    write_tokenizer(made / "tokenizer")
+    return made
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[StockServer]:
-    write_entry(folder / "repository", "vllm")
-    write_entry(folder / "repository", "llmapi")
-    write_tokenizer(folder / "tokenizer")
-    with stock_server(folder / "repository", temporary=folder) as server:
-        yield server
+def server(foreign: Foreign) -> StockServer:
+    return foreign.server
 
 
 def document(folder: Path) -> dict[str, Any]:

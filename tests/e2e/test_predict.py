@@ -1,13 +1,11 @@
 """A ModelInferRequest as protobuf JSON to the gateway: what fails. For what works see tests/clients."""
 
-import asyncio
 import base64
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.test_load import until
 from tests.e2e.up_process import UpProcess
 
 pytestmark = pytest.mark.e2e
@@ -49,17 +47,3 @@ def test_refusals_have_the_gateways_shape(up: UpProcess) -> None:
         status, _, message = refusal(up, **{name: value})
         assert (status, name in message) == (400, True)
         assert "Traceback" not in message
-
-
-async def test_a_client_that_gives_up_frees_the_engine(patient: UpProcess) -> None:
-    """Greedily, the answer to this prompt does not end by itself."""
-    cancels = patient.gauge("tritongate_client_cancels_total", model="chatglm3")
-    body = request("chatglm3", {"prompt": HELLO, "history": "", "temperature": "0", "max_token": "8000"})
-    async with httpx.AsyncClient(timeout=100) as client:
-        asking = asyncio.create_task(client.post(patient.base_url + PREDICT, json=body))
-        await until(lambda: patient.gauge("tritongate_engine_requests_running", model="chatglm3") == 1)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    await until(lambda: patient.gauge("tritongate_client_cancels_total", model="chatglm3") == cancels + 1)
-    await until(lambda: patient.gauge("tritongate_engine_requests_running", model="chatglm3") == 0)

@@ -1,17 +1,15 @@
 """A Triton whose repository is restricted by a key: who may load, and what is said to those who may not."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from gateway.cli import main
 from tests.e2e.manifest_triton import MODEL, RESTRICTED_KEY, ManifestTriton
 from tests.e2e.serve_process import ServeProcess
 
@@ -54,16 +52,10 @@ def generate(url: str) -> str | None:
 
 
 def check(triton: ManifestTriton, key: str | None) -> tuple[int, str]:
-    environment = os.environ | ({} if key is None else {"TRITONGATE_REPOSITORY_KEY": key})
-    done = subprocess.run(
-        [Path(sys.executable).with_name("tritongate"), "check", "--upstreams", triton.grpc],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    done = CliRunner().invoke(
+        main, ["check", "--upstreams", triton.grpc], env={"TRITONGATE_REPOSITORY_KEY": key}
     )
-    return done.returncode, done.stdout + done.stderr
+    return done.exit_code, done.output
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -1,7 +1,7 @@
 """A rolling upgrade under load: each Triton and each gateway is replaced in turn, and no request is lost.
 
 The Tritons run as `deploy/kubernetes` has them: the same command, restrictions included, and ended by
-SIGTERM. Each comes back at its address; `test_names` has those that come back at another.
+SIGTERM. Each comes back at its address; `test_rolling_names` has those that come back at another.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -94,24 +93,10 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def tritons(tmp_path: Path) -> Iterator[list[ManifestTriton]]:
-    made = [ManifestTriton(tmp_path / f"triton-{number}") for number in range(2)]
-    try:
-        for triton in made:
-            triton.start()
-        for triton in made:
-            triton.wait_ready()
-        yield made
-    finally:
-        for triton in made:
-            triton.close()
-
-
-@pytest.fixture
-def gateways(tritons: list[ManifestTriton]) -> Iterator[list[Gateway]]:
+def gateways(fleet: list[ManifestTriton]) -> Iterator[list[Gateway]]:
     made: list[Gateway] = []
     try:
-        made.extend(Gateway(tritons) for _ in range(2))
+        made.extend(Gateway(fleet) for _ in range(2))
         yield made
     finally:
         for gateway in made:
@@ -119,7 +104,7 @@ def gateways(tritons: list[ManifestTriton]) -> Iterator[list[Gateway]]:
 
 
 async def test_each_part_is_replaced_and_no_request_is_lost(
-    tritons: list[ManifestTriton], gateways: list[Gateway]
+    fleet: list[ManifestTriton], gateways: list[Gateway]
 ) -> None:
     for gateway in gateways:
         await until(gateway.sees_all)
@@ -127,7 +112,7 @@ async def test_each_part_is_replaced_and_no_request_is_lost(
     asking = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
     made = list(load.asked)
     await load.answers(MEANWHILE)
-    for triton in tritons:
+    for triton in fleet:
         await asyncio.to_thread(triton.stop)
         await load.answers(MEANWHILE)
         triton.start()
@@ -140,7 +125,7 @@ async def test_each_part_is_replaced_and_no_request_is_lost(
         # What an orchestrator does: it waits until nothing comes any more. `test_drain` has what comes later.
         await load.end_of(leaving)
         assert await asyncio.to_thread(gateway.process.stop) == 0
-        gateways[number] = await asyncio.to_thread(Gateway, tritons)
+        gateways[number] = await asyncio.to_thread(Gateway, fleet)
         await until(gateways[number].sees_all)
         load.asked.append(gateways[number].clients())
         made.append(load.asked[-1])

@@ -1,6 +1,5 @@
 """Own models whose conversations a chat template writes, by the official SDK."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.e2e.families_server import BASE, CHAT, SCRIPTED, Families
 from tests.e2e.up_process import UpProcess
-from tests.template_checkpoint import CALL, REASONING, write_scripted, write_tokenizer
-from tests.triton_models.native_checkpoint import write_bloom, write_native
+from tests.template_checkpoint import CALL, REASONING
 
 pytestmark = pytest.mark.e2e
 
-SCRIPTED, RANDOM, BASE = "scripted", "glm-4-0414", "bloom"
 QUESTION: list[Any] = [{"role": "user", "content": "How is the weather in 襄阳?"}]
 TOOLS: list[Any] = [
     {
@@ -30,28 +28,19 @@ TOOLS: list[Any] = [
 ARGUMENTS = '{"city": "襄阳"}'
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("template")
-    write_scripted(folder / SCRIPTED)
-    write_native(folder / RANDOM, "glm4", max_position_embeddings=1024)
-    write_tokenizer(folder / RANDOM)
-    write_bloom(folder / BASE, seq_length=1024)
-    write_tokenizer(folder / BASE, template=None)
-    return folder
+@pytest.fixture
+def folders(families: Families) -> Path:
+    return families.folder
 
 
-@pytest.fixture(scope="module")
-def up(folders: Path) -> Iterator[UpProcess]:
-    models = [argument for name in (SCRIPTED, RANDOM, BASE) for argument in ("--model", str(folders / name))]
-    with UpProcess(*models, "--device", "cpu") as process:
-        yield process.wait_ready()
+@pytest.fixture
+def up(families: Families) -> UpProcess:
+    return families.up
 
 
-@pytest.fixture(scope="module")
-def client(up: UpProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{up.base_url}/v1", api_key="-", max_retries=0) as made:
-        yield made
+@pytest.fixture
+def client(families: Families) -> openai.OpenAI:
+    return families.sdk
 
 
 def prompt_ids(folder: Path, **arguments: Any) -> list[int]:
@@ -129,14 +118,14 @@ def test_reasoning_is_switched_off(client: openai.OpenAI) -> None:
 def test_a_stop_string_and_a_limit_end_answers(client: openai.OpenAI) -> None:
     stopped = client.chat.completions.create(model=SCRIPTED, messages=QUESTION, stop=["weather"])
     assert stopped.choices[0].finish_reason == "stop"
-    limited = client.chat.completions.create(model=RANDOM, messages=QUESTION, temperature=0, max_tokens=5)
+    limited = client.chat.completions.create(model=CHAT, messages=QUESTION, temperature=0, max_tokens=5)
     assert limited.choices[0].finish_reason in ("length", "stop")
     assert limited.usage.completion_tokens <= 5
 
 
 def test_a_schema_is_held_to(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model=RANDOM,
+        model=CHAT,
         messages=QUESTION,
         max_tokens=40,
         extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
@@ -144,7 +133,7 @@ def test_a_schema_is_held_to(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content in ("yes", "no")
 
 
-@pytest.mark.parametrize("model", [RANDOM, BASE])
+@pytest.mark.parametrize("model", [CHAT, BASE])
 def test_texts_are_continued(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt="the weather", max_tokens=4, temperature=0)
     assert answer.usage.prompt_tokens == 7

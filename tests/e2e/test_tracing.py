@@ -3,7 +3,6 @@
 import contextlib
 import re
 import subprocess
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -15,31 +14,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 PARENT_ID = "00f067aa0ba902b7"
 HELLO = [{"role": "user", "content": "你好"}]
-SETTLED_S = 20.0
+SETTLED_S = 10.0
 TRIES = 5
 TOLD = {"POST /v1/chat/completions", "admission", "call", "generate"}
 """The gateway's own, and the model's, whatever becomes of the request."""
-ALL = TOLD | {"InferRequest", "chatglm3-demo", "compute", "queue", "prefill", "decode"}
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Receiver]:
-    with Receiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture(scope="module")
-def traced(collector: Receiver) -> Iterator[UpProcess]:
-    process = UpProcess("--trace-endpoint", collector.endpoint, "--trace-sample", "0")
-    try:
-        yield process.wait_ready()
-    finally:
-        process.close()
+ALL = TOLD | {"InferRequest", "chatglm3", "compute", "queue", "prefill", "decode"}
 
 
 def chat(traced: UpProcess, trace_id: str | None, **parameters: object) -> httpx.Response:
     # Without chance: an answer that ends with its first token has no `decode` and no `first_token`.
-    body = {"model": "chatglm3-demo", "messages": HELLO, "temperature": 0, "ignore_eos": True, **parameters}
+    body = {"model": "chatglm3", "messages": HELLO, "temperature": 0, "ignore_eos": True, **parameters}
     headers = {"traceparent": f"00-{trace_id}-{PARENT_ID}-01"} if trace_id else {}
     return httpx.post(traced.base_url + "/v1/chat/completions", json=body, headers=headers, timeout=60)
 
@@ -80,7 +64,7 @@ def test_a_request_is_one_trace(traced: UpProcess, collector: Receiver, *, strea
             "tritongate: admission": {},
             "tritongate: call": {
                 "triton: InferRequest": {
-                    "triton: chatglm3-demo": {
+                    "triton: chatglm3": {
                         "triton: compute": {},
                         "tritongate-model: generate": {
                             "tritongate-model: queue": {},
@@ -132,7 +116,7 @@ def hang_up(traced: UpProcess, trace_id: str) -> bool:
     def cancelled() -> float:
         return traced.gauge("tritongate_engine_requests_total", finish_reason="cancelled")
 
-    body = '{"model":"chatglm3-demo","stream":true,"ignore_eos":true,"temperature":0,"max_tokens":400,'
+    body = '{"model":"chatglm3","stream":true,"ignore_eos":true,"temperature":0,"max_tokens":400,'
     body += '"messages":[{"role":"user","content":"x"}]}'
     before = cancelled()
     command = [

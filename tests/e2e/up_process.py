@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from tests.ports import free_ports
-from tests.processes import Command, answers, command_of
+from tests.processes import START_S, Command, answers, command_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -53,8 +53,8 @@ class UpProcess(Command):
         variables = {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"}
         super().__init__(command, "up", *flags, *arguments, env=variables)
 
-    def wait_ready(self) -> Self:
-        self.wait_for(self.is_ready)
+    def wait_ready(self, timeout_s: float = START_S) -> Self:
+        self.wait_for(self.is_ready, timeout_s)
         return self
 
     def is_ready(self) -> bool:

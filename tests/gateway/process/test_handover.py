@@ -256,7 +256,8 @@ async def test_a_gateway_ends_with_its_last_answer(triton: FakeTriton, tmp_path:
         yield finished("end", 1)
 
     (port,) = free_ports(1)
-    settings = {"upstreams": [triton.address], "port": port, "drain_s": 100}
+    # The answer shows no sign of life while the gateways change, however long a busy machine takes for that.
+    settings = {"upstreams": [triton.address], "port": port, "drain_s": 100, "idle_timeout_s": 100}
     gateway = await asyncio.to_thread(ReplaceableGateway, tmp_path / "config.yaml", settings)
     with gateway:
         triton.model.answer = answer

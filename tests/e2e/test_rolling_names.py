@@ -22,11 +22,10 @@ TOKENS = 60
 
 
 @pytest.fixture
-def tritons(tmp_path: Path) -> Iterator[list[ManifestTriton]]:
-    made = [ManifestTriton(tmp_path / f"triton-{number}") for number in range(3)]
+def third(tmp_path: Path) -> Iterator[ManifestTriton]:
+    made = ManifestTriton(tmp_path / "triton-2")
     yield made
-    for triton in made:
-        triton.close()
+    made.close()
 
 
 class Load:
@@ -80,11 +79,10 @@ async def gateway(resolver: FakeResolver) -> AsyncIterator[tuple[Any, TritonUpst
         yield served, upstream
 
 
-async def test_all_are_replaced_one_after_the_other(tritons: list[ManifestTriton]) -> None:
-    first, second, third = tritons
-    for triton in (first, second):
-        triton.start()
-        await asyncio.to_thread(triton.wait_ready)
+async def test_all_are_replaced_one_after_the_other(
+    fleet: list[ManifestTriton], third: ManifestTriton
+) -> None:
+    first, second = fleet
     resolver = FakeResolver()
     async with gateway(resolver) as (served, upstream):
         assert (await served.http.get("/health/ready")).status_code == 503
