@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("tritongate", deadline=None, derandomize=True)
 settings.load_profile("tritongate")
 
-for _library in ("httpx", "httpx2"):  # the tests' own, and the OpenAI SDK's
+for _library in filter(find_spec, ("httpx", "httpx2")):  # the tests' own, and the OpenAI SDK's
     # Reading the authorities that the system trusts takes 25 ms of a processor, for each client that is made;
     # and `httpx.get` makes one, also where it is asked again and again until a server is ready.
     _create = functools.cache(importlib.import_module(_library).create_ssl_context)
