@@ -9,7 +9,7 @@ SBOM := .venv-sbom
 ONNX := .venv-onnx
 VLLM := .venv-vllm
 
-.PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench bench-onnx bench-vllm sbom clean
+.PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench bench-onnx sbom clean
 
 # The Pythons that the wheel's tritonserver has a stub for.
 PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d. Install one of them, such as the system packages python3.12 and python3.12-venv. Then: make up PYTHON=python3.12" % v[:2])
@@ -138,13 +138,6 @@ chaos: install-dev
 
 bench: install-dev
 	$(BIN)/python -m bench
-
-# Our engine and vLLM's CPU build on the same random Llama, one after the other; it needs cores that are free.
-bench-vllm: install-dev $(VLLM)/.installed
-	$(BIN)/python -m bench.vllm_cpu.checkpoint build/llama
-	$(BIN)/python -m bench.gpu.compare build/bench-vllm --checkpoint build/llama --device cpu --dtype bfloat16 --only other,ours \
-		--other bench/vllm_cpu/serve.sh --other-arguments "build/llama --dtype bfloat16" --other-python $(VLLM)/bin/python \
-		--ids 64 --out 64 --conc 1,8,32 --processes 1
 
 # It sees the development environment, so that torch, tritonserver and our engine are the same ones.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
