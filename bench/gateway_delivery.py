@@ -23,6 +23,7 @@ from wire.meta import Accepted, Delivered, Meta, ProbeReport, Usage, encode_meta
 from wire.request import ChannelStream, Generation, OpenChannel, Probe, decode_request
 from wire.strings import pack_strings, unpack_strings
 
+_PATIENCE_S = 60.0
 _WORDS = ("天气", " hello", "的", ",", " and", "今天", " quick", "好")
 _BODY = json.dumps(
     {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 1}
@@ -78,8 +79,9 @@ async def _run(triton: "_ScriptedTriton", new_tokens: int) -> GatewayDeliveryRow
 
 
 async def _until(holds: Any) -> None:
-    while not holds():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(_PATIENCE_S):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
 
 
 async def _until_written(clients: list["_Client"]) -> None:
@@ -154,6 +156,10 @@ class _ScriptedTriton:
         for name in ("prompt", "history", "sampling"):
             made.inputs.add(name=name)
         return made
+
+    async def infer(self, request: pb.ModelInferRequest, **options: float) -> list[pb.ModelInferResponse]:
+        """Return all that `stream_infer` yields."""
+        return [response async for response in self.stream_infer(request, **options)]
 
     async def stream_infer(
         self, request: pb.ModelInferRequest, **_: float
