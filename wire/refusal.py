@@ -22,8 +22,9 @@ class RefusalCode(enum.StrEnum):
     """The delta channel that the request names is not open, or no longer open."""
     SHUTTING_DOWN = "shutting_down"
     UNAVAILABLE = "unavailable"
-    """The entry's engine has died, where that is a process of its own (vLLM's)."""
+    """The entry's engine has failed or died under the request, whose fault that was not."""
     INTERNAL = "internal"
+    """The model failed on this request."""
 
 
 LONGEST_MESSAGE = 1000

@@ -42,7 +42,7 @@ _LOAD_FAILURE = re.compile(r"is at UNAVAILABLE state: (?:Internal: )?(.*)", re.D
 _TRACEBACK = re.compile(r"\s+At:\n.*", re.DOTALL)
 _DEAD_STUB = "is not healthy"
 
-_LOAD_FAILED = {Fault.INTERNAL, Fault.TENSORS_REFUSED}
+_LOAD_FAILED = {Fault.UNKNOWN, Fault.TENSORS_REFUSED}
 """Faults of a load that are about the model; the admin is told Triton's own words."""
 
 

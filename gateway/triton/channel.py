@@ -288,7 +288,7 @@ class DeltaChannel:
             self._lost(TritonError(Fault.PROTOCOL, error.message))
         except Exception as error:  # noqa: BLE001 - the task's outermost frame: whoever waits must be told
             _log.exception("the delta channel failed", extra=self._extra())
-            self._lost(TritonError(Fault.INTERNAL, f"the gateway failed: {type(error).__name__}"))
+            self._lost(TritonError(Fault.UNKNOWN, f"the gateway failed: {type(error).__name__}"))
 
     async def _read(self, channels: Channels) -> None:
         self.id = secrets.token_hex(16)

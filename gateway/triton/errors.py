@@ -131,7 +131,11 @@ class Fault(enum.Enum):
     INTERNAL = Treatment(
         "internal", UpstreamProtocolError, "The model's server failed to answer the request."
     )
-    """Triton or the model failed internally, or with an unknown message."""
+    """The model says that it failed on this request; it would elsewhere."""
+    UNKNOWN = Treatment(
+        "unknown", UpstreamProtocolError, "The model's server failed to answer the request.", failover=True
+    )
+    """Triton or a model of others failed, with words that are not in the table below; a dying Triton may."""
     TOO_LARGE = Treatment(
         "message_too_large",
         InvalidRequestError,
@@ -275,4 +279,4 @@ def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
     for pattern, fault in _TEXTS:
         if pattern.match(text, start):
             return TritonError(fault, text)
-    return TritonError(_STATUSES.get(code, Fault.INTERNAL), text)
+    return TritonError(_STATUSES.get(code, Fault.UNKNOWN), text)

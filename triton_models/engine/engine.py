@@ -208,7 +208,7 @@ class Engine:
         for sequence in self._intake.collect_all():
             ran = sequence.state is not SequenceState.WAITING
             if ran and (sequence in blamed or not blamed):
-                self._close(Sampled(sequence), FinishReason.ERROR, error)
+                self._close(Sampled(sequence), FinishReason.FAULT, error)
             else:
                 sequence.start_over()
                 self._scheduler.add(sequence)

@@ -87,7 +87,7 @@ class EngineLoop:
         return self._engine.stats()
 
     def _run(self) -> None:
-        reason, error = FinishReason.ERROR, "the engine has stopped after a fault"
+        reason, error = FinishReason.FAULT, "the engine has stopped after a fault"
         try:
             while not self._stopping and self._failures < self._engine.settings.failure_limit:
                 self._heartbeat = time.monotonic()

@@ -214,7 +214,7 @@ class Service:
                     self._sender.post(call, partial(call.send, "", Meta(cancelled=found), final=True))
                 case Probe() if not self._loop.alive:
                     # A report would look healthy; a refusal makes whoever monitors the model reload it.
-                    self._sender.refuse(call, RefusalCode.INTERNAL, "the engine has stopped")
+                    self._sender.refuse(call, RefusalCode.UNAVAILABLE, "the engine has stopped")
                 case Probe():
                     self._sender.post(call, partial(call.send, "", Meta(probe=self._report()), final=True))
         except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told

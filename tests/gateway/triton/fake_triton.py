@@ -325,10 +325,12 @@ def hanging(*responses: Response) -> Script:
     return answer
 
 
-def refusing(message: str) -> Script:
-    """A bare text, as Triton answers on an open stream."""
+def refusing(message: str, *responses: Response) -> Script:
+    """A bare text, as Triton answers on an open stream, after `responses`."""
 
     async def answer(request: Any, context: Any) -> AsyncIterator[Response]:
+        for response in responses:
+            yield response
         yield Response(error_message=message)
 
     return answer

@@ -86,7 +86,7 @@ async def test_an_entry_that_cannot_be_read_hides_no_other(
 
     async def metadata(self: Client, entry: str) -> Any:
         if entry == "a" and broken:
-            raise TritonError(Fault.INTERNAL, "it is broken")
+            raise TritonError(Fault.UNKNOWN, "it is broken")
         return await read(self, entry)
 
     monkeypatch.setattr(Client, "metadata", metadata)

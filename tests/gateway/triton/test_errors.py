@@ -40,13 +40,13 @@ TABLE = [
     (
         grpc.StatusCode.INTERNAL,
         "Failed to process the request(s) for model 'm', message: Exceeds maximum queue size\nAt: /models/m",
-        Fault.INTERNAL,
+        Fault.UNKNOWN,
         502,
     ),
     (
         None,
         "[request id: r] unexpected shape for input 'sampling' for model 'm'. Expected [-1,1], got [1].",
-        Fault.INTERNAL,
+        Fault.UNKNOWN,
         502,
     ),
     (
@@ -90,9 +90,9 @@ TABLE = [
         Fault.TOO_LARGE,
         400,
     ),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, "out of everything", Fault.INTERNAL, 502),
-    (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", Fault.INTERNAL, 502),
-    (None, "", Fault.INTERNAL, 502),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, "out of everything", Fault.UNKNOWN, 502),
+    (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", Fault.UNKNOWN, 502),
+    (None, "", Fault.UNKNOWN, 502),
     (grpc.StatusCode.INVALID_ARGUMENT, "tritongate:invalid_request: bad seed", Fault.INVALID_REQUEST, 400),
     (None, "tritongate:invalid_grammar: no such keyword", Fault.INVALID_GRAMMAR, 400),
     (
@@ -106,7 +106,7 @@ TABLE = [
     (grpc.StatusCode.UNAVAILABLE, "tritongate:shutting_down: unloading", Fault.NOT_READY, 503),
     (grpc.StatusCode.CANCELLED, "tritongate:cancelled: by request", Fault.CANCELLED, 503),
     (grpc.StatusCode.INTERNAL, "tritongate:internal: at /models/x.py", Fault.INTERNAL, 502),
-    (None, "tritongate:unheard_of: what", Fault.INTERNAL, 502),
+    (None, "tritongate:unheard_of: what", Fault.UNKNOWN, 502),
 ]
 
 
@@ -174,6 +174,7 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
         Fault.UNLOADED,
         Fault.STUB_DEAD,
         Fault.SILENT,
+        Fault.UNKNOWN,
         Fault.CHANNEL_LOST,
         Fault.NO_CHANNEL,
     }

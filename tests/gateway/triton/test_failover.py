@@ -13,7 +13,7 @@ from opentelemetry.trace import format_span_id
 from gateway.core.batch import together
 from gateway.core.events import Accepted, Delta, Event
 from gateway.core.request import TokenIds
-from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError
+from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError, UpstreamProtocolError
 from gateway.telemetry.tracing import Trace, Tracing, current_trace
 from gateway.triton import pool as triton_pool
 from gateway.triton.attempts import least_outstanding
@@ -165,6 +165,21 @@ async def test_a_full_engine_may_be_passed_by(tritons: Any, serve: Serve) -> Non
     with pytest.raises(RateLimitError) as raised:
         await collect(pool, generation())
     assert raised.value.retry_after_s == 1
+    assert all(replica.state is ReplicaState.READY for replica in pool.replicas())
+
+
+async def test_words_that_nobody_knows_are_taken_elsewhere_once(tritons: Any, serve: Serve) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    first.model.answer = refusing("Failed to process the request(s) for model 'm'")
+    for _ in range(2):
+        assert text(await collect(pool, generation())) == "Hello"
+    second.model.answer = first.model.answer
+    first.requests.clear()
+    second.requests.clear()
+    with pytest.raises(UpstreamProtocolError):
+        await collect(pool, generation())
+    assert (len(first.requests), len(second.requests)) == (1, 1)
     assert all(replica.state is ReplicaState.READY for replica in pool.replicas())
 
 

@@ -219,7 +219,7 @@ async def test_a_failure_is_counted_and_logged_with_its_detail_a_clients_own_mis
         triton.model.answer = refusing(refusal)
         with caplog.at_level(logging.WARNING), pytest.raises(GatewayError):
             await collect(pool, generation())
-    assert observer.errors == [("m", triton.address, "internal")]
+    assert observer.errors == [("m", triton.address, "unknown")]
     (record,) = [record for record in caplog.records if "upstream failed" in record.getMessage()]
     assert record.__dict__["request_id"] == "req-1"
     assert "/models/m/1/model.py" in record.__dict__["detail"]

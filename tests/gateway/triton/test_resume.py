@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.core.events import Accepted, Delta, Event, Usage
-from gateway.errors import RateLimitError, UnavailableError
+from gateway.errors import RateLimitError, UnavailableError, UpstreamProtocolError
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import (
@@ -164,6 +164,34 @@ async def test_it_waits_until_its_only_server_is_back(resuming: Any, serve: Serv
     await triton.start()
     await task
     assert text(events) == "Hello"
+
+
+@pytest.mark.parametrize(
+    "words", ["tritongate:unavailable: the engine failed in this step", "Failed to process the request(s)"]
+)
+async def test_an_answer_goes_on_after_a_fault_that_was_not_its_own(
+    resuming: Any, serve: Serve, words: str
+) -> None:
+    triton = await resuming()
+    pool = await serve(triton)
+    scripts = [refusing(words, accepted()), triton.model.answer]
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for response in scripts.pop(0)(request, context):
+            yield response
+
+    triton.model.answer = answer
+    assert text(await collect(pool.generate(generation()), [])) == "Hello"
+    assert not scripts
+
+
+async def test_an_answer_that_the_model_fails_on_is_not_asked_for_again(resuming: Any, serve: Serve) -> None:
+    triton = await resuming()
+    pool = await serve(triton)
+    triton.model.answer = refusing("tritongate:internal: the model's output is not finite", accepted())
+    with pytest.raises(UpstreamProtocolError):
+        await collect(pool.generate(generation()), [])
+    assert len(triton.requests) == 1
 
 
 async def test_a_full_queue_is_waited_for(resuming: Any, serve: Serve) -> None:

@@ -55,7 +55,7 @@ def test_a_failed_step_ends_the_running_requests_and_no_other() -> None:
     with pytest.raises(RuntimeError, match="device is gone"):
         engine.step()
     engine.fail_running("the step failed")
-    failed = [each.request_id for each in engine.take_outputs() if each.finish_reason is FinishReason.ERROR]
+    failed = [each.request_id for each in engine.take_outputs() if each.finish_reason is FinishReason.FAULT]
     assert failed == ["0", "1"]
     assert engine.stats().kv_blocks_used == 0
     outputs = run(engine)

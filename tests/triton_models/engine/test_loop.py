@@ -177,7 +177,7 @@ def test_a_failed_step_fails_the_running_and_goes_on(caplog: pytest.LogCaptureFi
     harness.loop.start()
     for number in range(4):
         failed = harness.final(str(number))
-        assert failed.finish_reason is FinishReason.ERROR
+        assert failed.finish_reason is FinishReason.FAULT
         assert failed.error == "the engine failed in this step"
     for number in (4, 5):
         harness.final(str(number))
@@ -197,7 +197,7 @@ def test_repeated_failures_stop_the_engine_and_answer_everyone(caplog: pytest.Lo
         harness.loop.add(request(str(number)))
     harness.loop.start()
     for number in range(6):
-        assert harness.final(str(number)).finish_reason is FinishReason.ERROR
+        assert harness.final(str(number)).finish_reason is FinishReason.FAULT
     assert harness.final("5").error == "the engine has stopped after a fault"
     harness.loop.stop()
     assert harness.loop.stats().failed_steps == 3
@@ -212,7 +212,7 @@ def test_failures_apart_from_each_other_do_not_add_up() -> None:
     for number in range(5):
         model.faults = 1
         harness.loop.add(request(f"bad{number}"))
-        assert harness.final(f"bad{number}").finish_reason is FinishReason.ERROR
+        assert harness.final(f"bad{number}").finish_reason is FinishReason.FAULT
         harness.loop.add(request(f"good{number}"))
         assert harness.final(f"good{number}").finish_reason is FinishReason.LENGTH
     harness.loop.stop()
@@ -229,7 +229,7 @@ def test_a_failing_recovery_still_answers_everyone(monkeypatch: pytest.MonkeyPat
         harness.loop.add(request(str(number)))
     harness.loop.start()
     for number in range(6):
-        assert harness.final(str(number)).finish_reason is FinishReason.ERROR
+        assert harness.final(str(number)).finish_reason is FinishReason.FAULT
     harness.loop.stop()
     assert not harness.loop.alive
 

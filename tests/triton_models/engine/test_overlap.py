@@ -165,7 +165,7 @@ def test_a_failed_step_ends_what_ran_in_it() -> None:
     with pytest.raises(RuntimeError):
         engine.step()
     engine.fail_running("broken")
-    assert engine.take_outputs()[-1].finish_reason is FinishReason.ERROR
+    assert engine.take_outputs()[-1].finish_reason is FinishReason.FAULT
     engine.add(request("b", (1, 2)))
     assert ids(run(engine)["b"]) == continuation((1, 2), 8)
 

@@ -86,7 +86,7 @@ def test_the_mix_that_follows_a_warm_up_holds_everything(settings: EngineSetting
     engine = Engine(random_model(SHAPE, dtype=torch.float32, device=torch.device("cpu")), settings)
     seen = wild_mix(engine, requests=120, vocabulary=SHAPE.vocabulary)
     assert sum(seen.ends.values()) == 120
-    faults = {FinishReason.ERROR, FinishReason.MASK, FinishReason.SHUTDOWN}
+    faults = {FinishReason.ERROR, FinishReason.FAULT, FinishReason.MASK, FinishReason.SHUTDOWN}
     assert set(seen.ends) == set(FinishReason) - faults
     assert (seen.preemptions > 0) == (settings is TIGHT)
     assert seen.cached_tokens > 0
@@ -165,7 +165,7 @@ def test_nothing_is_compiled_or_captured_after_a_failed_step(made: Made) -> None
     for _ in range(5):
         engine.step()
     engine.fail_running("as if a kernel had failed")
-    assert {output.finish_reason for output in engine.take_outputs()} >= {FinishReason.ERROR}
+    assert {output.finish_reason for output in engine.take_outputs()} >= {FinishReason.FAULT}
     wild_mix(engine, requests=100, vocabulary=SHAPE.vocabulary)
     assert (made.kernels, made.captures, made.regions) == ([], 0, 0)
 

@@ -18,7 +18,7 @@ RENDERER = (
 
 def explained(text: str) -> TritonError:
     assert CONTRACT.explain is not None
-    return CONTRACT.explain(TritonError(Fault.INTERNAL, text))
+    return CONTRACT.explain(TritonError(Fault.UNKNOWN, text))
 
 
 @pytest.mark.parametrize("before", [OFFICIAL, OURS, OFFICIAL + "Traceback:\n  File /opt/secret.py: "])
@@ -41,4 +41,4 @@ def test_a_prompt_beyond_the_context_is_told_in_vllms_words(before: str, text: s
     "text", ["Error generating stream: CUDA error", OURS + "top_p must be in (0, 1]", ""]
 )
 def test_other_errors_stay_what_they_are(text: str) -> None:
-    assert explained(text).fault is Fault.INTERNAL
+    assert explained(text).fault is Fault.UNKNOWN
