@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import sys
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_SMALL_BYTES: Final = 128 * 2**20
+"""Weights that a CPU's step reads in about ten milliseconds."""
 
 _SWITCH_S: Final = 0.0005
 """Seconds after which a running thread must offer the interpreter lock to others; set only with a GPU."""
@@ -94,8 +98,7 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
     dtype = _dtype(parameters, device, quantization, stored=quantised)
     with progress_bar(parameters.model) as progress:
         model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
-    taken = model.nbytes / GIB
-    log.info("%s: weights in %s take %.2f GiB of %s", parameters.model, quantization or dtype, taken, device)
+    _weigh(parameters.model, f"weights in {quantization or dtype}", model.nbytes, device)
     return model, choose_backend(device, dtype)
 
 
@@ -109,11 +112,19 @@ def _read_transformers(parameters: EntryParameters, device: torch.device) -> tup
 
     dtype = _dtype(parameters, device, None)
     model = load_transformers(parameters.checkpoint, dtype, device, max_context=options.get("max_context"))
-    taken = model.nbytes / GIB
-    log.info("%s: transformers' weights in %s take %.2f GiB of %s", parameters.model, dtype, taken, device)
+    _weigh(parameters.model, f"transformers' weights in {dtype}", model.nbytes, device)
     backend = choose_backend(device, dtype)
     # Whether its modules do the same work whatever the tokens, as graphs need, is known of none.
     return model, replace(backend, graphs=False, reason=f"transformers' forward pass, and {backend.reason}")
+
+
+def _weigh(name: str, weights: str, size: int, device: torch.device) -> None:
+    """Say how large the weights are; with small ones on a CPU, leave a core to Triton and the gateway."""
+    log.info("%s: %s take %.2f GiB of %s", name, weights, size / GIB, device)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and size < _SMALL_BYTES:
+        # A step takes hardly longer than what they do for it meanwhile. A thread of torch's on their core
+        # would have all its others wait for it, many times in a step.
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def _dtype(

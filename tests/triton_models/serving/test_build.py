@@ -100,6 +100,22 @@ def test_a_model_of_transformers_is_served(tmp_path: Path, caplog: pytest.LogCap
         built.close()
 
 
+@pytest.mark.parametrize(("small", "told", "threads"), [(True, False, 3), (False, False, 4), (True, True, 4)])
+def test_a_small_model_leaves_a_core_to_what_serves_it(
+    small: bool, told: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told:
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    if not small:
+        monkeypatch.setattr(build, "_SMALL_BYTES", 1)
+    build_service(parameters(kv_memory_gib=0.01), FakePbUtils())
+    assert used[-1] == threads
+
+
 def test_a_model_of_transformers_is_not_quantised() -> None:
     with pytest.raises(SettingsError, match="quantization is not supported with engine transformers"):
         build_service(parameters(engine="transformers", quantization="int8"), FakePbUtils())
