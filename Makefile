@@ -9,7 +9,7 @@ SBOM := .venv-sbom
 ONNX := .venv-onnx
 VLLM := .venv-vllm
 
-.PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench bench-onnx sbom clean
+.PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench bench-onnx bench-vllm sbom clean
 
 # The Pythons that the wheel's tritonserver has a stub for.
 PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d. Install one of them, such as the system packages python3.12 and python3.12-venv. Then: make up PYTHON=python3.12" % v[:2])
@@ -138,6 +138,16 @@ chaos: install-dev
 
 bench: install-dev
 	$(BIN)/python -m bench
+
+# Our engine and vLLM's CPU build on the same random Llamas, one after the other; it needs cores that are free.
+bench-vllm: install-dev $(VLLM)/.installed
+	for shape in demo:2048 100m:32000; do \
+		$(BIN)/python -m bench.vllm_cpu.checkpoint build/llama-$${shape%:*} --shape $${shape%:*} && \
+		$(BIN)/python -m bench.gpu.compare build/bench-vllm-$${shape%:*} --checkpoint build/llama-$${shape%:*} --ids-below $${shape#*:} \
+			--only other,ours --device cpu --dtype float32 --other bench/vllm_cpu/serve.sh \
+			--other-arguments "build/llama-$${shape%:*} --dtype float32" --other-python $(VLLM)/bin/python \
+			--ids 64 --out 64 --conc 1,8,32 --processes 1 --limit-s 1500 || exit; \
+	done
 
 # It sees the development environment, so that torch, tritonserver and our engine are the same ones.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))

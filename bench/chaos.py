@@ -351,6 +351,7 @@ def _undue(results: list[Result], disturbance: Disturbance, health: Health, log:
         said = f"{result.manner}: {result.detail[:400]}, after {took}"
         if result.ending is Ending.LOST and not disturbance.killed_a_worker(result):
             faults.append(f"lost, and no process of the gateway had died: {said}")
+            faults += [line for line in log.splitlines() if "a worker" in line]
         elif result.ending is Ending.BROKEN_OFF and not (
             disturbance.killed_a_worker(result)
             or result.ended - result.began > _REQUEST_TIMEOUT_S - 1
@@ -361,6 +362,9 @@ def _undue(results: list[Result], disturbance: Disturbance, health: Health, log:
             health.throughout(result.began, result.ended), result
         ):
             faults.append(f"refused, and a Triton was healthy all the time: {said}")
+        elif result.ending is not Ending.WRONG:
+            continue
+        faults += [line for line in log.splitlines() if result.own and f'"{result.own}"' in line]
     return faults
 
 
@@ -417,7 +421,6 @@ def main(seconds: int, clients: int, seed: int | None, flags: tuple[str, ...]) -
     wrong = [result for result in results if result.ending is Ending.WRONG]
     for result in wrong:
         faults.append(f"{result.manner}: {result.detail[:400]}")
-        faults += [line for line in log.splitlines() if result.own and f'"{result.own}"' in line]
     if not any(result.ending is Ending.ANSWERED for result in results):
         faults.append("nothing was answered")
     for fault in faults:

@@ -102,7 +102,9 @@ class Clients:
     """
 
     def __init__(self, url: str, kserve: str, model: str) -> None:
-        limits = httpx.Limits(max_connections=None)
+        # The gateway closes a connection that was idle for 8 s. One taken up just then breaks, so none is
+        # that was idle for nearly that long, however late this process is.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
         self._model = model
         self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits)
         small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)]

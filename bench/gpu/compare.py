@@ -50,6 +50,7 @@ _DEFAULT = "other,ours,engine"
     "--repeats", default=3, show_default=True, help="measurements of each setting: the median counts"
 )
 @click.option("--ids", default=259, show_default=True, help="tokens of each prompt")
+@click.option("--ids-below", default=60_000, show_default=True, help="the model's vocabulary, or less")
 @click.option("--shared", default=0, show_default=True, help="of them the same in every prompt")
 @click.option("--out", default=256, show_default=True, help="tokens of each answer")
 @click.option("--spread", default=0.0, show_default=True, help="as of `tritongate bench`; so is the next")
@@ -103,6 +104,7 @@ def main(
     rounds: int,
     repeats: int,
     ids: int,
+    ids_below: int,
     shared: int,
     out: int,
     spread: float,
@@ -129,6 +131,7 @@ def main(
         rounds=rounds,
         repeats=repeats,
         ids=ids,
+        ids_below=ids_below,
         out=out,
         shared=shared,
         spread=spread,

@@ -27,6 +27,8 @@ class Plan:
     repeats: int
     ids: int | None
     """Token ids of each prompt; None: words, for servers that take text only."""
+    ids_below: int = 60_000
+    """The models' vocabulary, or less."""
     out: int
     shared: int
     open_s: float
@@ -76,6 +78,7 @@ class Comparison:
                     url=server.url,
                     model=server.model,
                     ids=plan.ids,
+                    ids_below=plan.ids_below,
                     words=plan.words,
                     shared=plan.shared,
                     out=plan.out,
