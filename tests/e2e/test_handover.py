@@ -30,7 +30,8 @@ TOKENS = 40
 KINDS = 6
 MEANWHILE = 2 * CLIENTS
 """Answers between two replacements."""
-TIMES = 3
+TIMES = 2
+"""So that what replaced another is replaced, too."""
 LATE = ("CANCELLED", "UNAVAILABLE")
 """How gRPC itself ends a call that comes in the moment in which its server stops (docs/operations.md)."""
 

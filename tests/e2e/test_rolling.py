@@ -23,7 +23,7 @@ from tests.ports import free_ports
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CLIENTS = 6
-TOKENS = 60
+TOKENS = 40
 """Of the shortest answer."""
 KINDS = 9
 MEANWHILE = 2 * CLIENTS

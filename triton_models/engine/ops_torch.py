@@ -43,7 +43,7 @@ class PlainMath:
     def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`."""
         gate, up = matrix(inputs).chunk(2, dim=-1)
-        return silu(gate) * up
+        return silu(gate).mul_(up)
 
     def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return GELU of `matrix(inputs)`, in its form with tanh."""
@@ -66,6 +66,10 @@ class TorchOperations(PlainMath):
         self._layout = layout
         self.positions = layout.positions
         size = self._cache.block_size
+        # Each layer's blocks, and its places one after the other.
+        self._keys, self._values = self._cache.keys.unbind(), self._cache.values.unbind()
+        self._key_places = self._cache.keys.flatten(1, 2).unbind()
+        self._value_places = self._cache.values.flatten(1, 2).unbind()
         blocks = layout.tables[layout.slots, layout.positions // size].long()
         self._places = blocks * size + layout.positions % size
         self._turns: Tensor | None = None
@@ -97,7 +101,7 @@ class TorchOperations(PlainMath):
 
     def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
-        cached_keys, cached_values = self._cache.keys[layer], self._cache.values[layer]
+        cached_keys, cached_values = self._keys[layer], self._values[layer]
         kv_heads = cached_keys.shape[2]
         alibi = rotary if isinstance(rotary, Alibi) else None
         if isinstance(rotary, Rotary):
@@ -106,8 +110,8 @@ class TorchOperations(PlainMath):
             # Queries and keys stand side by side, so one rotation serves both.
             rotate_in_place(projected[:, :-kv_heads], self._turns)
         queries, keys, values = split_heads(projected, kv_heads)
-        cached_keys.flatten(0, 1).index_copy_(0, self._places, keys)
-        cached_values.flatten(0, 1).index_copy_(0, self._places, values)
+        self._key_places[layer].index_copy_(0, self._places, keys)
+        self._value_places[layer].index_copy_(0, self._places, values)
         parts = []
         if self._decodes:
             parts.append(self._decode(queries[: self._decodes], cached_keys, cached_values, alibi))
@@ -236,7 +240,8 @@ def rotate_in_place(heads: Tensor, turns: Tensor) -> None:
 def split_heads(projected: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of the queries, keys and values in `projected`."""
     queries = projected.shape[1] - 2 * kv_heads
-    parts: list[Tensor] = list(torch.split(projected, [queries, kv_heads, kv_heads], dim=1))
+    # Not `split`, which is a function of Python's around this.
+    parts = projected.split_with_sizes([queries, kv_heads, kv_heads], dim=1)
     return parts[0], parts[1], parts[2]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
-from triton_models.engine import backend
+from triton_models.engine import backend, linear
 from triton_models.engine.backend import PLAIN, choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import PackedLinear, why_not_packed
@@ -50,7 +50,10 @@ def answer(engine: Engine) -> list[int]:
     return ids(run(engine)["r"])
 
 
-def test_a_processor_multiplies_by_packed_matrices(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_processor_multiplies_by_packed_matrices(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linear, "_SMALL", 0)
     assert why_not_packed(torch.float32) is None
     expected = answer(Engine(small_model(), EngineSettings(), backend=PLAIN))
     model = small_model()
