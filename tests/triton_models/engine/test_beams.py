@@ -413,7 +413,7 @@ def end_by_shutdown(runner: Runner) -> None:
     ("end", "reason", "error"),
     [
         (end_by_deadline, FinishReason.DEADLINE, None),
-        (end_by_a_fault, FinishReason.ERROR, "it failed"),
+        (end_by_a_fault, FinishReason.FAULT, "it failed"),
         (end_by_shutdown, FinishReason.SHUTDOWN, "it stops"),
     ],
 )
@@ -440,7 +440,7 @@ def test_an_engine_that_stops_between_two_steps_ends_it() -> None:
     runner.add(search(max_tokens=50))
     runner.step()
     runner.engine.step()
-    runner.engine.shut_down(FinishReason.ERROR, "it has stopped")
+    runner.engine.shut_down(FinishReason.FAULT, "it has stopped")
     runner.run()
     assert runner.ends() == dict.fromkeys((f"s.{rank}" for rank in range(4)), FinishReason.SHUTDOWN)
     with pytest.raises(EngineStoppedError):

@@ -114,7 +114,7 @@ def test_nothing_is_found_that_a_failed_step_wrote() -> None:
     with pytest.raises(RuntimeError, match="device is gone"):
         engine.step()
     engine.fail_running("the step failed")
-    assert [each.finish_reason for each in engine.take_outputs()] == [FinishReason.ERROR]
+    assert [each.finish_reason for each in engine.take_outputs()] == [FinishReason.FAULT]
     engine.add(request("second", range(20)))
     outputs = run(engine)["second"]
     assert outputs[0].cached_tokens == 0

@@ -234,7 +234,7 @@ def test_an_engine_that_gave_up_refuses_probes(served: Served) -> None:
     served.probe()
     served.service._loop.stop()
     refused = served.send(b'{"probe":true}').wait()
-    assert refused.refused[0] is RefusalCode.INTERNAL
+    assert refused.refused[0] is RefusalCode.UNAVAILABLE
     assert "stopped" in refused.refused[1]
     assert served.ask().wait().refused[0] is RefusalCode.SHUTTING_DOWN
 
