@@ -75,6 +75,7 @@ TABLE = [
         Fault.UNREACHABLE,
         503,
     ),
+    (grpc.StatusCode.INTERNAL, "Internal error from Core", Fault.UNREACHABLE, 503),
     (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", Fault.DEADLINE, 504),
     (grpc.StatusCode.CANCELLED, "", Fault.UNREACHABLE, 503),
     (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 8)", Fault.TOO_LARGE, 400),
