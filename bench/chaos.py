@@ -12,6 +12,7 @@ import bisect
 import collections
 import contextlib
 import itertools
+import math
 import os
 import random
 import re
@@ -148,6 +149,11 @@ class Disturbance:
             deed.name == _KILL_WORKER and result.began - _REPLACED_S <= deed.began <= result.ended
             for deed in self.deeds
         )
+
+    def since_a_worker_died(self, result: Result) -> float:
+        """Return the seconds from the last such death to the end of the request; infinity: there was none."""
+        died = (deed.began for deed in self.deeds if deed.name == _KILL_WORKER)
+        return min((result.ended - began for began in died if began <= result.ended), default=math.inf)
 
     def spared(self, tritons: frozenset[int], result: Result) -> bool:
         """Whether to one of these Tritons nothing was done while the request ran, nor shortly before."""
@@ -350,8 +356,8 @@ def _undue(results: list[Result], disturbance: Disturbance, health: Health, log:
         took = f"{result.ended - result.began:.1f} s"
         said = f"{result.manner}: {result.detail[:400]}, after {took}"
         if result.ending is Ending.LOST and not disturbance.killed_a_worker(result):
-            faults.append(f"lost, and no process of the gateway had died: {said}")
-            faults += [line for line in log.splitlines() if "a worker" in line]
+            ago = disturbance.since_a_worker_died(result)
+            faults.append(f"lost, {ago:.1f} s after the last process of the gateway died: {said}")
         elif result.ending is Ending.BROKEN_OFF and not (
             disturbance.killed_a_worker(result)
             or result.ended - result.began > _REQUEST_TIMEOUT_S - 1
