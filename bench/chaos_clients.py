@@ -102,9 +102,9 @@ class Clients:
     """
 
     def __init__(self, url: str, kserve: str, model: str) -> None:
-        # The gateway closes a connection that was idle for 8 s. One taken up just then breaks, so none is
-        # that was idle for nearly that long, however late this process is.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=1)
+        # Each request has a connection of its own. In a late event loop httpx closes idle ones that it just
+        # gave to another request; and the gateway may close one in the moment in which it is taken up.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._model = model
         self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits)
         small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)]
