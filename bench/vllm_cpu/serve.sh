@@ -1,5 +1,5 @@
 #!/bin/bash
-# serve.sh CHECKPOINT [FLAG ...]: starts `vllm serve` of the environment that $PY belongs to, and returns when it answers on port
+# serve.sh CHECKPOINT [FLAG ...]: starts vLLM's server of the environment that $PY belongs to, and returns when it answers on port
 # 8100; serve.sh stop ends it. What `bench.gpu.compare --other` calls. The client asks for as many tokens as the answer is to have.
 set -euo pipefail
 state=${TMPDIR:-/tmp}/bench-vllm-cpu

@@ -13,6 +13,7 @@ from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import (
     FakeTriton,
+    Script,
     accepted,
     finished,
     generation,
@@ -60,6 +61,16 @@ def deltas(events: list[Event]) -> list[Delta]:
 
 def text(events: list[Event]) -> str:
     return "".join(delta.text for delta in deltas(events))
+
+
+def in_turn(scripts: list[Script]) -> Script:
+    """An answer by the next of `scripts`, which it takes away, for each request."""
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for response in scripts.pop(0)(request, context):
+            yield response
+
+    return answer
 
 
 async def test_a_stream_goes_on_after_the_tokens_that_came(
@@ -176,11 +187,7 @@ async def test_an_answer_goes_on_after_a_fault_that_was_not_its_own(
     pool = await serve(triton)
     scripts = [refusing(words, accepted()), triton.model.answer]
 
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        async for response in scripts.pop(0)(request, context):
-            yield response
-
-    triton.model.answer = answer
+    triton.model.answer = in_turn(scripts)
     assert text(await collect(pool.generate(generation()), [])) == "Hello"
     assert not scripts
 
@@ -200,11 +207,7 @@ async def test_a_full_queue_is_waited_for(resuming: Any, serve: Serve) -> None:
     hello = triton.model.answer
     scripts = [losing(accepted()), refusing("tritongate:queue_full: 512 are waiting"), hello]
 
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        async for response in scripts.pop(0)(request, context):
-            yield response
-
-    triton.model.answer = answer
+    triton.model.answer = in_turn(scripts)
     assert text(await collect(pool.generate(generation()), [])) == "Hello"
     assert not scripts
     triton.model.answer = refusing("tritongate:queue_full: 512 are waiting")
