@@ -155,7 +155,7 @@ def test_closing_waits_for_no_grammar_that_was_not_begun() -> None:
     preparing = Preparing(compiler, lambda request: prepared.append(request.key))
     for number in range(COMPILERS + 9):
         preparing.prepare(opened(f"{number}", held=True, pattern=f"{number}"))
-    wait_until(lambda: len(compiler.asked) == COMPILERS)
+    wait_until(lambda: len(compiler.asked) == COMPILERS and len(preparing._waiting) == COMPILERS + 9)
     closing = threading.Thread(target=preparing.close)
     closing.start()
     wait_until(preparing._closing.is_set)
