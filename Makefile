@@ -90,8 +90,8 @@ check: install-dev
 COVERAGE :=
 test: check
 	status=0; \
-	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 3 --dist worksteal $(COVERAGE) || status=$$?; \
-	$(BIN)/python -m pytest -m e2e --numprocesses 3 --dist loadgroup || status=$$?; \
+	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 4 --dist worksteal $(COVERAGE) || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 4 --dist loadgroup --no-loadscope-reorder || status=$$?; \
 	exit $$status
 
 # The gateway, the wire and the model's text, without torch, without processes, without thousands of requests: 210 seconds of a

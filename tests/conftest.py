@@ -25,6 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("tritongate", deadline=None, derandomize=True)
 settings.load_profile("tritongate")
 
+# Until all tests are collected: what their modules import makes little garbage, and looking for it takes a
+# sixth of the time.
+gc.disable()
+
 for _library in filter(find_spec, ("httpx", "httpx2")):  # the tests' own, and the OpenAI SDK's
     # Reading the authorities that the system trusts takes 25 ms of a processor, for each client that is made;
     # and `httpx.get` makes one, also where it is asked again and again until a server is ready.
@@ -51,6 +55,23 @@ SHARED_SERVERS = (
 """Fixtures of `tests/e2e/conftest.py`; no test there needs two of them."""
 
 
+LONGEST = (
+    "up",
+    "demo_up",
+    "mix",
+    "families",
+    "test_failures.py",
+    "test_environment.py",
+    "foreign",
+    "test_replicas.py",
+    "patient",
+    "fleet",
+    "test_stack.py",
+    "test_repair.py",
+)
+"""Groups that take over a minute, the longest first. One that began last would be waited for by the others."""
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files out of which `-m` would take nothing: each of xdist's processes imports all that are left.
 
@@ -68,19 +89,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests by the server that they share, others by their file: for `--dist loadgroup`.
 
-    Each server is started once then, and not once for each of xdist's processes.
+    Each server is started once then, and not once for each of xdist's processes. Groups begin in the order of
+    their first tests (`--no-loadscope-reorder`).
     """
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         own = vars(item.module) if isinstance(item, pytest.Function) else {}
         shared = [name for name in SHARED_SERVERS if name in fixtures and name not in own]
         item.add_marker(pytest.mark.xdist_group("_".join(shared) or item.path.name))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(_group(item), len(order)))
 
 
-def _group(item: pytest.Item) -> object:
+def _group(item: pytest.Item) -> str:
     mark = item.get_closest_marker("xdist_group")
     assert mark is not None
-    return mark.args[0]
+    return str(mark.args[0])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -103,3 +127,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if getattr(session.config.option, "loadgroup", False):  # set in the processes of xdist only
         assert all("@" in item.nodeid for item in session.items), "pytest and pytest-xdist lost the groups"
     gc.freeze()
+    gc.enable()

@@ -22,7 +22,7 @@ parameters {{ key: "checkpoint" value {{ string_value: "{checkpoint}" }} }}
 version_policy {{ specific {{ versions: [1, 2] }} }}
 """
 
-_GIVEN_UP_S = 50.0
+_GIVEN_UP_S = 100.0
 """Several times what a start takes while two other processes run tests."""
 
 

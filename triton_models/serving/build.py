@@ -1,6 +1,5 @@
 """How a model's service is built: from its entry, to an engine with the weights, before it takes requests."""
 
-import gc
 import logging
 import os
 import sys
@@ -61,9 +60,6 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
     if device.type == "cuda":
         # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
         warm_up(engine)
-        # A full garbage collection that visits torch's objects, which live forever, takes over 100 ms.
-        gc.collect()
-        gc.freeze()
         # Nearly every torch call releases the interpreter lock. While another thread reads the requests of a
         # burst, the engine's thread gets the lock back only after this interval: 5 ms by default, and a step
         # takes 4 ms.

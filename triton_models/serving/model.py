@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils  # Only importable inside Triton'
 
 from triton_models import signature
 from triton_models.options import read_parameters
-from triton_models.serving.stub import Stub
+from triton_models.serving.stub import Stub, keep_what_is_loaded, uncollected
 
 
 class TritonPythonModel:
@@ -21,13 +21,15 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model and start its engine. An error fails the load, and whoever asked for it sees it."""
         # Imported here, since Triton completes configurations in a separate process, which needs no torch.
-        from triton_models.serving.build import build_service  # noqa: PLC0415
-        from triton_models.serving.intake import read_arrival  # noqa: PLC0415
+        with uncollected():
+            from triton_models.serving.build import build_service  # noqa: PLC0415
+            from triton_models.serving.intake import read_arrival  # noqa: PLC0415
 
         self._stub = Stub(args)
         parameters = read_parameters(args)
         self._read = partial(read_arrival, pb_utils=pb_utils, traced="trace_endpoint" in parameters.options)
         self._service = build_service(parameters, pb_utils)
+        keep_what_is_loaded()
         self._service.start()
         self._stub.initialized()
 

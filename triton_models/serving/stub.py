@@ -8,6 +8,7 @@ stopped for a while.
 
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 WATCH_INTERVAL_S = 0.5
@@ -81,6 +82,22 @@ def tie_to(parent: int) -> bool:
         if str(os.getpid()) in children:
             return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
     return False
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage while modules are imported: torch's make little, and it is a sixth of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def keep_what_is_loaded() -> None:
+    """Leave what there is now out of collections: one over all of torch stops every stream for 100 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_warmed_up(model_config: str) -> bool:

@@ -1,7 +1,6 @@
 """The Python-backend model of an entry that vLLM serves, or of Triton's backend `vllm`."""
 
 import contextlib
-import gc
 import json
 import locale
 import logging
@@ -9,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils  # Only importable inside Triton's stub.
 
-from triton_models.serving.stub import Stub
+from triton_models.serving.stub import Stub, keep_what_is_loaded, uncollected
 from triton_models.vllm import tensors
 from triton_models.vllm.options import read_options
 from triton_models.vllm.service import Arrival, Call, Service
@@ -33,15 +32,15 @@ class TritonPythonModel:
             # Unlike `python3`, a stub in a container without a locale reads files as ASCII; torch's are not.
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         # Imported here, since Triton completes configurations in a separate process, which needs no vLLM.
-        from triton_models.vllm.engine import Engine  # noqa: PLC0415
+        with uncollected():
+            from triton_models.vllm.engine import Engine  # noqa: PLC0415
 
         def died() -> None:
             if options.health_check:
                 pb_utils.unload_model(options.model)
 
         self._service = Service(lambda: Engine(options), pb_utils, died)
-        gc.collect()
-        gc.freeze()  # as vLLM's own server: what stays for ever is not looked through again
+        keep_what_is_loaded()  # as vLLM's own server
         self._metrics = None
         if options.metrics:
             from triton_models.vllm.metrics import Metrics  # noqa: PLC0415

@@ -31,6 +31,24 @@ def stub(then: str, config: str = "{}", limit_s: float = 1.0) -> subprocess.Pope
     )
 
 
+COLLECTIONS = """
+import gc
+from triton_models.serving.stub import keep_what_is_loaded, uncollected
+with uncollected():
+    assert not gc.isenabled()
+assert gc.isenabled()
+kept = [[] for _ in range(1000)]
+keep_what_is_loaded()
+assert gc.isenabled()
+looked_at = {id(found) for found in gc.get_objects()}
+assert not any(id(found) in looked_at for found in kept)
+"""
+
+
+def test_what_is_loaded_is_never_looked_through_again() -> None:
+    subprocess.run([sys.executable, "-c", COLLECTIONS], check=True)
+
+
 def test_it_ends_with_its_server() -> None:
     # A server that starts a stub and is gone; the pipe stays open until the stub ends, too.
     child = STUB.format(then="time.sleep(60)", config="{}", limit_s=1)
