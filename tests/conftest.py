@@ -69,7 +69,7 @@ LONGEST = (
     "test_stack.py",
     "test_repair.py",
 )
-"""Groups that take over a minute, the longest first. One that began last would be waited for by the others."""
+"""Groups that take over a minute, the longest first: those that begin last are waited for."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

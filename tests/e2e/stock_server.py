@@ -23,7 +23,7 @@ version_policy {{ specific {{ versions: [1, 2] }} }}
 """
 
 _GIVEN_UP_S = 100.0
-"""Several times what a start takes while two other processes run tests."""
+"""Several times what a start takes while other processes run tests."""
 
 
 @dataclass(frozen=True)
