@@ -1,6 +1,7 @@
 """Whatever dies, breaks or is missing: a clear answer in time, recovery, and no process left behind."""
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.field_client import FieldError, ask_batched
-from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
+from tests.e2e.up_process import GOLDEN, UpProcess, slowed, wait_until
 from tests.ports import free_ports
 from tests.processes import alive
 
@@ -119,11 +120,16 @@ def endless_kserve(up: UpProcess) -> int:
 
 
 async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
-    """Kill `victim` amid streams: each breaks with an error in time, 503 follows, then all is well again."""
-    async with client(up) as sdk:
+    """Kill `victim` amid streams: each breaks with an error in time, 503 follows, then all is well again.
+
+    The engine is slowed until then. Else it may be answers ahead of these clients, who would read on for as
+    long as it takes to recover, and ask again.
+    """
+    async with client(up) as sdk, contextlib.AsyncExitStack() as until_killed:
         begun = [asyncio.Event() for _ in range(STREAMS)]
         streams = [asyncio.create_task(endless_stream(sdk, each)) for each in begun]
         with ThreadPoolExecutor(KSERVE_CLIENTS + RESPONSES) as threads:
+            until_killed.enter_context(slowed(up.stub("chatglm3")))
             loop = asyncio.get_running_loop()
             asking = [loop.run_in_executor(threads, endless_kserve, up) for _ in range(KSERVE_CLIENTS)]
             answered = [threading.Event() for _ in range(RESPONSES)]
@@ -135,6 +141,7 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
             refused = asyncio.create_task(first_refusal(sdk, until=time.monotonic() + CLEAR_WITHIN_S))
             killed = time.monotonic()
             victim.kill()
+            await until_killed.aclose()
             broken = await asyncio.wait_for(asyncio.gather(*streams), CLEAR_WITHIN_S)
             faults = set(await asyncio.gather(*asking))
             failed = [events for events in await asyncio.gather(*responses) if said(events)]

@@ -128,14 +128,18 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slowed(process: psutil.Process) -> Iterator[None]:
-    """Let it run for moments only. Triton gives a model's process up that does not move for a second."""
+    """Let it run for moments only, until it ends or the block does.
+
+    Triton gives a model's process up that does not move for a second.
+    """
     over = threading.Event()
 
     def slow() -> None:
-        while not over.wait(RUNS_S):
-            process.suspend()
-            over.wait(STANDS_S)
-            process.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not over.wait(RUNS_S):
+                process.suspend()
+                over.wait(STANDS_S)
+                process.resume()
 
     slowing = threading.Thread(target=slow)
     slowing.start()
