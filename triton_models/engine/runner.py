@@ -12,11 +12,11 @@ from torch import Tensor
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import LARGEST_PROMPTS, CapturedSteps, DeviceStep
-from triton_models.engine.logits import compute_logits, logits_chunks, with_logits
+from triton_models.engine.logits import compute_logits, with_logits
 from triton_models.engine.masks import fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
-from triton_models.engine.scoring import score, scored_chunks, stage_scores, with_scores
+from triton_models.engine.scoring import prompt_chunks, score, stage_scores, with_scores
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import (
     PenaltyTable,
@@ -142,7 +142,7 @@ class Runner:
         """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
         step.sampling, step.followed = rows_that_sample(step.chunks)
         chunks = chunk_rows(step)
-        scored = scored_chunks(step, chunks)
+        scored = prompt_chunks(step, chunks, logits=False)
         staging = Staging()
         captured = self._stage(staging, step, chunks)
         stage_slots(staging, step.decodes, step.drafts, step.prefills, self._cache.block_size)
@@ -161,7 +161,7 @@ class Runner:
             hidden = self._compute_prompts(staged, chunks, longest, captured)
             if scored:
                 step.scores = score(scored, staged, hidden, self._step.logits)
-            if wanted := logits_chunks(step, chunks):
+            if wanted := prompt_chunks(step, chunks, logits=True):
                 step.prompt_logits = compute_logits(wanted, hidden, self._step.logits)
             # The logits' weights are many: do not read them if no row needs them.
             step.logits = self._step.logits(hidden[staged.picked]) if step.sampling else hidden.new_empty(0)

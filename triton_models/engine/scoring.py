@@ -58,13 +58,11 @@ class Scores:
         )
 
 
-def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[PromptChunk]:
-    """Return the tokens of a step's prompts that score the next one; `rows`: its rows of each chunk."""
-    return prompt_chunks(step, rows, logits=False)
-
-
 def prompt_chunks(step: Step, rows: tuple[ChunkRows, ...], *, logits: bool) -> list[PromptChunk]:
-    """Return the tokens of a step's prompts whose logits, or else next tokens' scores, are wanted."""
+    """Return the tokens of a step's prompts whose logits, or else next tokens' scores, are wanted.
+
+    `rows`: its rows of each chunk.
+    """
     found = []
     for chunk, place in zip(step.told, rows, strict=True):
         request = chunk.sequence.request
