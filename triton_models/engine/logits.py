@@ -24,14 +24,6 @@ class LogitsRows:
     values: Tensor
     finite: Tensor
 
-    def to_host(self) -> "LogitsRows":
-        """Start copying to pinned host memory; whoever reads the copies must first wait for the device."""
-        return replace(
-            self,
-            values=self.values.to("cpu", non_blocking=True),
-            finite=self.finite.to("cpu", non_blocking=True),
-        )
-
 
 def compute_logits(
     chunks: list[PromptChunk], hidden: Tensor, logits: Callable[[Tensor], Tensor]

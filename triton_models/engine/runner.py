@@ -23,6 +23,7 @@ from triton_models.engine.slots import (
     SlotTable,
     Staged,
     Staging,
+    download,
     slot_of,
     stage_penalties,
     stage_slots,
@@ -196,9 +197,9 @@ class Runner:
         step.outputs = outputs
         if device.type == "cuda":
             # Only the copies are begun here: `collect` waits for them.
-            step.outputs = None if outputs is None else outputs.to_host()
-            step.scores = None if step.scores is None else step.scores.to_host()
-            step.prompt_logits = None if step.prompt_logits is None else step.prompt_logits.to_host()
+            step.outputs = outputs and download(outputs)
+            step.scores = step.scores and download(step.scores)
+            step.prompt_logits = step.prompt_logits and download(step.prompt_logits)
             step.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             step.done.record()
 
