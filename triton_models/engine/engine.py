@@ -286,7 +286,7 @@ class Engine:
         guessed = right = 0
         for chunk in step.drafts:
             sequence = chunk.sequence
-            if chunk.guesses and sequence.drafter is not None:
+            if chunk.guesses:
                 # None at all, if it ended before these results came.
                 gained = max(0, len(sequence.tokens) - chunk.start - 2)
                 sequence.drafter.learn(len(chunk.guesses), gained, len(sequence.tokens))
