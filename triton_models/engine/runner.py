@@ -7,7 +7,6 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
@@ -159,7 +158,16 @@ class Runner:
             self._cache.clear(staged.new_blocks)
         longest = max((chunk.end for chunk in step.decodes), default=0)
         if step.told:
-            hidden = self._compute_prompts(staged, chunks, longest, captured)
+            if captured:
+                hidden = captured.prompts(staged.rows, staged.tiles)
+            else:
+                hidden = self._step.prompts(
+                    staged.rows.view(3, -1),
+                    staged.tiles.view(-1, 4),
+                    decodes=len(step.decodes),
+                    longest=longest,
+                    chunks=chunks,
+                )
             if scored:
                 step.scores = score(scored, staged, hidden, self._step.logits)
             if wanted := prompt_chunks(step, chunks, logits=True):
@@ -234,24 +242,6 @@ class Runner:
         staging.integers("copies", [block for column in zip(*step.copies, strict=True) for block in column])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
         return captured
-
-    def _compute_prompts(
-        self,
-        staged: Staged,
-        chunks: tuple[ChunkRows, ...],
-        longest_decode: int,
-        captured: CapturedSteps | None,
-    ) -> Tensor:
-        """Compute a step with prompts; returns its hidden states."""
-        if captured is not None:
-            return captured.prompts(staged.rows, staged.tiles)
-        return self._step.prompts(
-            staged.rows.view(3, -1),
-            staged.tiles.view(-1, 4),
-            decodes=len(staged.decode_slots),
-            longest=longest_decode,
-            chunks=chunks,
-        )
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:

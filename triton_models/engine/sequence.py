@@ -172,7 +172,7 @@ class TokenOutput:
     """Those of the prompt's next tokens: each is reported once, in order, and all by the first token."""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """With ERROR and SHUTDOWN: what went wrong, in words for the client."""
+    """What went wrong, in words for the client."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache instead of computed."""
     queue_seconds: float | None = None
