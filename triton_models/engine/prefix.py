@@ -2,6 +2,7 @@
 
 import struct
 from collections import defaultdict
+from itertools import takewhile
 
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
@@ -48,6 +49,10 @@ class PrefixCache:
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
         """For each running sequence that uses the cache: how many of its first blocks are registered."""
+        self._finder: Sequence | None = None
+        """For whom `find` searched last: whoever waits for room is searched for in every step."""
+        self._found: list[tuple[int, bytes]] = []
+        """What was found, with the keys."""
         blocks.on_eviction = self._forget
 
     def find(self, sequence: Sequence) -> list[int]:
@@ -55,7 +60,13 @@ class PrefixCache:
 
         At least its newest token is left to compute, because that gives the logits for the next one.
         """
-        return [] if sequence.unscored else self._search(sequence, [])
+        if sequence.unscored:
+            return []
+        known = self._found if sequence is self._finder else []
+        begin = [block for block, _ in takewhile(lambda each: self._keys.get(each[0]) is each[1], known)]
+        found = begin + self._search(sequence, begin)
+        self._finder, self._found = sequence, [(block, self._keys[block]) for block in found]
+        return found
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
