@@ -296,7 +296,7 @@ class Scheduler:
                 self._prefixes.register(sequence, computed)
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
-            guesses = self._guess(sequence, most, step)
+            guesses = self._guess(sequence, most, step) if most else ()
             chunk = Chunk(sequence, computed, 1 + len(guesses), True, guesses)  # noqa: FBT003 - see Chunk
             (step.drafts if guesses or sequence.drafted else step.decodes).append(chunk)
             sequence.drafted = bool(guesses)
