@@ -4,7 +4,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -61,6 +61,19 @@ class _Everything:
 
     def accept(self, token_id: int) -> None:
         """Allow what follows any token."""
+
+    def forced(self) -> Sequence[int]:
+        """Force nothing."""
+        return ()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        """Take all tokens."""
+        return len(tokens)
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:  # noqa: ARG002 - any will do
+        """Allow every token after every guess."""
+        for words in rows:
+            words.fill_(-1)
 
 
 def measure_steps(

@@ -196,24 +196,32 @@ def free_bytes(device: torch.device, share: float = 1.0) -> int:
 
 
 def _free_main_memory() -> int:
-    machine = _meminfo("MemAvailable")
+    machine = _meminfo("MemAvailable:")
     limit = _container_limit()
     if limit is None:
         return machine
-    return min(machine, max(0, limit - int((_CGROUP / "memory.current").read_text(encoding="ascii"))))
+    used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+    # Files that were read, as the checkpoint was, stay in memory only until it is needed.
+    used -= _line(_CGROUP / "memory.stat", "inactive_file")
+    return min(machine, max(0, limit - used))
 
 
 def total_bytes(device: torch.device) -> int:
     """Return the total bytes of `device`, swap space included, whether in use or free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    machine = _meminfo("MemTotal") + _meminfo("SwapTotal")
+    machine = _meminfo("MemTotal:") + _meminfo("SwapTotal:")
     return min(machine, _container_limit() or machine)
 
 
 def _meminfo(key: str) -> int:
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+    return _line(Path("/proc/meminfo"), key) * 1024
+
+
+def _line(path: Path, key: str) -> int:
+    """Return the number behind `key` in a file of keys and numbers."""
+    with path.open(encoding="ascii") as lines:
+        return next(int(number) for name, number, *_ in map(str.split, lines) if name == key)
 
 
 def _container_limit() -> int | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
 from typing import TypeVar
 
-from triton_models.engine.sampling import AheadMask
+from triton_models.engine.sampling import TokenMask
 from triton_models.errors import panics_are_errors
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Drafter:
         stop_ids: nothing follows these.
     """
 
-    def __init__(self, mask: AheadMask | None = None, stop_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, mask: TokenMask | None = None, stop_ids: frozenset[int] = frozenset()) -> None:
         self._mask = mask
         self._stop_ids = stop_ids
         self._failed = False

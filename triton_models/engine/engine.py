@@ -180,14 +180,8 @@ class Engine:
             return None
         self._launch_next()
         stats = self._collect(current)
-        if self._launched is None:
-            # What had to wait for these results, as guesses do, need not wait for their delivery, too.
-            self._launch_next()
-        elif self._launched.staged is not None:
-            try:
-                self._runner.sample(self._launched)
-            except Exception as error:  # noqa: BLE001 - raised by the next call
-                self._fault = error
+        # What had to wait for these results, as guesses do, need not wait for their delivery, too.
+        self._launch_next()
         return stats
 
     def take_outputs(self) -> list[TokenOutput]:
@@ -231,12 +225,16 @@ class Engine:
         self._scheduler = Scheduler(self._blocks, self.settings, self._drafts)
 
     def _launch_next(self) -> None:
-        """With overlap, launch the step after the one that is collected now."""
-        if self._overlap and self._fault is None:
-            try:
+        """With overlap, launch the step after the one that is collected, or sample it if that is left."""
+        if not self._overlap or self._fault is not None:
+            return
+        try:
+            if self._launched is None:
                 self._launched = self._launch()
-            except Exception as error:  # noqa: BLE001 - raised by the next call of `step`
-                self._fault = error
+            elif self._launched.staged is not None:
+                self._runner.sample(self._launched)
+        except Exception as error:  # noqa: BLE001 - raised by the next call of `step`
+            self._fault = error
 
     def _launch(self) -> Step | None:
         """Schedule a step and have the device compute it; None if there is nothing to compute.
@@ -288,7 +286,7 @@ class Engine:
         guessed = right = 0
         for chunk in step.drafts:
             sequence = chunk.sequence
-            if chunk.guesses and sequence.drafter is not None:
+            if chunk.guesses:
                 # None at all, if it ended before these results came.
                 gained = max(0, len(sequence.tokens) - chunk.start - 2)
                 sequence.drafter.learn(len(chunk.guesses), gained, len(sequence.tokens))

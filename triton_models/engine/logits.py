@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from triton_models.engine.models import ChunkRows
-from triton_models.engine.scoring import SLICE_ROWS, PromptChunk, prompt_chunks, with_reports
+from triton_models.engine.scoring import SLICE_ROWS, PromptChunk, with_reports
 from triton_models.engine.sequence import PromptLogits
-from triton_models.engine.step import Sampled, Step
+from triton_models.engine.step import Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +23,6 @@ class LogitsRows:
     chunks: list[PromptChunk]
     values: Tensor
     finite: Tensor
-
-    def to_host(self) -> "LogitsRows":
-        """Start copying to pinned host memory; whoever reads the copies must first wait for the device."""
-        return replace(
-            self,
-            values=self.values.to("cpu", non_blocking=True),
-            finite=self.finite.to("cpu", non_blocking=True),
-        )
-
-
-def logits_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[PromptChunk]:
-    """Return the parts of a step's prompts whose logits are wanted; `rows`: its rows of each prompt chunk."""
-    return prompt_chunks(step, rows, logits=True)
 
 
 def compute_logits(

@@ -2,6 +2,7 @@
 
 import struct
 from collections import defaultdict
+from itertools import takewhile
 
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
@@ -48,6 +49,10 @@ class PrefixCache:
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
         """For each running sequence that uses the cache: how many of its first blocks are registered."""
+        self._finder: Sequence | None = None
+        """For whom `find` searched last: whoever waits for room is searched for in every step."""
+        self._found: list[tuple[int, bytes]] = []
+        """What was found, with the keys."""
         blocks.on_eviction = self._forget
 
     def find(self, sequence: Sequence) -> list[int]:
@@ -55,7 +60,13 @@ class PrefixCache:
 
         At least its newest token is left to compute, because that gives the logits for the next one.
         """
-        return [] if sequence.unscored else self._search(sequence, [])
+        if sequence.unscored:
+            return []
+        known = self._found if sequence is self._finder else []
+        begin = [block for block, _ in takewhile(lambda each: self._keys.get(each[0]) is each[1], known)]
+        found = begin + self._search(sequence, begin)
+        self._finder, self._found = sequence, [(block, self._keys[block]) for block in found]
+        return found
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
@@ -131,15 +142,14 @@ class PrefixCache:
         """Forget every block of a sequence, and every block that other sequences computed after these.
 
         Blocks that it found, not computed, are suspect too: their writer may have ended before its results
-        were seen. A sequence that was preempted meanwhile holds no blocks; instead, those that its tokens
-        would find are forgotten.
+        were seen. A sequence that was preempted meanwhile holds no blocks: those that its tokens would find
+        are forgotten, too.
         """
         self._registered.pop(sequence, None)
         children = defaultdict(list)
         for block, key in self._keys.items():
             children[_PARENT.unpack_from(key)[0]].append(block)
-        gone = [block for block in sequence.blocks[:1] or self._first(sequence) if block in self._keys]
-        gone += self._first_tails(sequence)
+        gone = [block for block in {*sequence.blocks[:1], *self._first(sequence)} if block in self._keys]
         for block in gone:
             gone += children[block]
             self._forget(block)
@@ -163,20 +173,10 @@ class PrefixCache:
         return None if request.prefix_group is None else -request.prefix_group
 
     def _first(self, sequence: Sequence) -> list[int]:
-        """Return the registered block of a sequence's first tokens, if there is one."""
-        tokens, root = sequence.tokens[: self._blocks.block_size], self._root(sequence)
-        if len(tokens) < self._blocks.block_size or root is None:
-            return []
-        block = self._known.get(self._key.pack(root, *tokens))
-        return [] if block is None else [block]
-
-    def _first_tails(self, sequence: Sequence) -> list[int]:
-        """Return the tails of a sequence's first tokens, which stand behind no block."""
-        if sequence.request.prefix_group is None:
-            return []
-        ends = range(1, min(len(sequence.tokens) + 1, self._blocks.block_size))
-        found = (self._known.get(self._tail_key(sequence, 0, end)) for end in ends)
-        return [block for block in found if block is not None]
+        """Return the registered blocks of a sequence's first tokens, full or not, which stand behind none."""
+        ends = range(1, min(len(sequence.tokens), self._blocks.block_size) + 1)
+        keys = (self._tail_key(sequence, 0, end) for end in ends if self._root(sequence) is not None)
+        return [self._known[key] for key in keys if key in self._known]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""

@@ -7,22 +7,22 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from triton_models.engine.backend import Backend
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import LARGEST_PROMPTS, CapturedSteps, DeviceStep
-from triton_models.engine.logits import compute_logits, logits_chunks, with_logits
+from triton_models.engine.logits import compute_logits, with_logits
 from triton_models.engine.masks import fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
-from triton_models.engine.scoring import score, scored_chunks, stage_scores, with_scores
+from triton_models.engine.scoring import prompt_chunks, score, stage_scores, with_scores
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import (
     PenaltyTable,
     SlotTable,
     Staged,
     Staging,
+    download,
     slot_of,
     stage_penalties,
     stage_slots,
@@ -142,7 +142,7 @@ class Runner:
         """Have the device compute a step up to its logits; `sample` it before the next one is begun."""
         step.sampling, step.followed = rows_that_sample(step.chunks)
         chunks = chunk_rows(step)
-        scored = scored_chunks(step, chunks)
+        scored = prompt_chunks(step, chunks, logits=False)
         staging = Staging()
         captured = self._stage(staging, step, chunks)
         stage_slots(staging, step.decodes, step.drafts, step.prefills, self._cache.block_size)
@@ -158,10 +158,19 @@ class Runner:
             self._cache.clear(staged.new_blocks)
         longest = max((chunk.end for chunk in step.decodes), default=0)
         if step.told:
-            hidden = self._compute_prompts(staged, chunks, longest, captured)
+            if captured:
+                hidden = captured.prompts(staged.rows, staged.tiles)
+            else:
+                hidden = self._step.prompts(
+                    staged.rows.view(3, -1),
+                    staged.tiles.view(-1, 4),
+                    decodes=len(step.decodes),
+                    longest=longest,
+                    chunks=chunks,
+                )
             if scored:
                 step.scores = score(scored, staged, hidden, self._step.logits)
-            if wanted := logits_chunks(step, chunks):
+            if wanted := prompt_chunks(step, chunks, logits=True):
                 step.prompt_logits = compute_logits(wanted, hidden, self._step.logits)
             # The logits' weights are many: do not read them if no row needs them.
             step.logits = self._step.logits(hidden[staged.picked]) if step.sampling else hidden.new_empty(0)
@@ -196,9 +205,9 @@ class Runner:
         step.outputs = outputs
         if device.type == "cuda":
             # Only the copies are begun here: `collect` waits for them.
-            step.outputs = None if outputs is None else outputs.to_host()
-            step.scores = None if step.scores is None else step.scores.to_host()
-            step.prompt_logits = None if step.prompt_logits is None else step.prompt_logits.to_host()
+            step.outputs = outputs and download(outputs)
+            step.scores = step.scores and download(step.scores)
+            step.prompt_logits = step.prompt_logits and download(step.prompt_logits)
             step.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             step.done.record()
 
@@ -233,24 +242,6 @@ class Runner:
         staging.integers("copies", [block for column in zip(*step.copies, strict=True) for block in column])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
         return captured
-
-    def _compute_prompts(
-        self,
-        staged: Staged,
-        chunks: tuple[ChunkRows, ...],
-        longest_decode: int,
-        captured: CapturedSteps | None,
-    ) -> Tensor:
-        """Compute a step with prompts; returns its hidden states."""
-        if captured is not None:
-            return captured.prompts(staged.rows, staged.tiles)
-        return self._step.prompts(
-            staged.rows.view(3, -1),
-            staged.tiles.view(-1, 4),
-            decodes=len(staged.decode_slots),
-            longest=longest_decode,
-            chunks=chunks,
-        )
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:

@@ -82,14 +82,6 @@ class SamplerOutputs:
     logprobs: Tensor | None
     top_ids: Tensor | None
 
-    def to_host(self) -> "SamplerOutputs":
-        """Start copying to pinned host memory; whoever reads the copies waits for the device first."""
-        return SamplerOutputs(
-            self.status.to("cpu", non_blocking=True),
-            None if self.logprobs is None else self.logprobs.to("cpu", non_blocking=True),
-            None if self.top_ids is None else self.top_ids.to("cpu", non_blocking=True),
-        )
-
 
 def stage_sampling(
     staging: Staging, sampling: list[Sequence], followed: Mapping[int, tuple[int, int]]

@@ -47,6 +47,9 @@ class TokenMask(Protocol):
     The engine calls `fill` once before it samples a token, and `accept` once, in order, for each sampled
     token after which the answer continues: not for the last one, and not again after a preemption. An
     exception from either ends only that request; the message of a `TokenMaskError` goes to its client.
+
+    The others look ahead of what the mask was told, which stays where it is: only so there are guesses. An
+    exception from any of these ends the guesses, not the request.
     """
 
     def fill(self, words: Tensor) -> None:
@@ -56,27 +59,6 @@ class TokenMask(Protocol):
     def accept(self, token_id: int) -> None:
         """Continue after `token_id`, which was sampled."""
         ...
-
-
-@runtime_checkable
-class BatchedMask(TokenMask, Protocol):
-    """A token mask of a kind that fills many at once: in parallel, and without holding Python's lock."""
-
-    @classmethod
-    def fill_all(cls, masks: Sequence[Any], rows: Sequence[Tensor]) -> Sequence[TokenMaskError | None]:
-        """Do the work of `fill` for each of `masks`, all of this kind; return the error of each.
-
-        Any exception means that it is unknown which mask failed: `fill` is then called for each.
-        """
-        ...
-
-
-@runtime_checkable
-class AheadMask(TokenMask, Protocol):
-    """A token mask that can look ahead of what it was told, and stays where it is; only so there are guesses.
-
-    An exception from any of these ends the guesses, not the request.
-    """
 
     def forced(self) -> Sequence[int]:
         """Return the next tokens, as a tokenizer splits the text that must come; empty if many texts may.
@@ -93,6 +75,19 @@ class AheadMask(TokenMask, Protocol):
         """Do what `fill` does for each of `rows`, each after one more of `tokens`, which it takes.
 
         Rows that it cannot fill are left as they are: then the guesses before count as wrong there.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchedMask(TokenMask, Protocol):
+    """A token mask of a kind that fills many at once: in parallel, and without holding Python's lock."""
+
+    @classmethod
+    def fill_all(cls, masks: Sequence[Any], rows: Sequence[Tensor]) -> Sequence[TokenMaskError | None]:
+        """Do the work of `fill` for each of `masks`, all of this kind; return the error of each.
+
+        Any exception means that it is unknown which mask failed: `fill` is then called for each.
         """
         ...
 

@@ -296,7 +296,7 @@ class Scheduler:
                 self._prefixes.register(sequence, computed)
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
-            guesses = self._guess(sequence, most, step)
+            guesses = self._guess(sequence, most, step) if most else ()
             chunk = Chunk(sequence, computed, 1 + len(guesses), True, guesses)  # noqa: FBT003 - see Chunk
             (step.drafts if guesses or sequence.drafted else step.decodes).append(chunk)
             sequence.drafted = bool(guesses)
@@ -312,7 +312,6 @@ class Scheduler:
         expected = sum(
             each.drafter.expects(each.tokens, flying=each.in_flight > 0, waited=self._waited)
             for each in decoding
-            if each.drafter is not None
         )
         return most if self._drafts.worthwhile(expected, len(decoding)) else 0
 
@@ -325,7 +324,7 @@ class Scheduler:
         free = max(0, self._blocks.available - len(self.running))
         room = (len(sequence.blocks) + free) * self._blocks.block_size - sequence.length
         most = min(most, room, sequence.max_length - sequence.length - 1)
-        if most < 1 or sequence.drafter is None:
+        if most < 1:
             return ()
         guesses = sequence.drafter.draft(sequence.tokens, most)
         missing = self._blocks.blocks_for(sequence.length + len(guesses)) - len(sequence.blocks)

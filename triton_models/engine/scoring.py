@@ -48,23 +48,12 @@ class Scores:
     top_ids: Tensor
     ranks: Tensor
 
-    def to_host(self) -> "Scores":
-        """Start copying to pinned host memory; whoever reads the copies must first wait for the device."""
-        return replace(
-            self,
-            logprobs=self.logprobs.to("cpu", non_blocking=True),
-            top_ids=self.top_ids.to("cpu", non_blocking=True),
-            ranks=self.ranks.to("cpu", non_blocking=True),
-        )
-
-
-def scored_chunks(step: Step, rows: tuple[ChunkRows, ...]) -> list[PromptChunk]:
-    """Return the tokens of a step's prompts that score the next one; `rows`: its rows of each chunk."""
-    return prompt_chunks(step, rows, logits=False)
-
 
 def prompt_chunks(step: Step, rows: tuple[ChunkRows, ...], *, logits: bool) -> list[PromptChunk]:
-    """Return the tokens of a step's prompts whose logits, or else next tokens' scores, are wanted."""
+    """Return the tokens of a step's prompts whose logits, or else next tokens' scores, are wanted.
+
+    `rows`: its rows of each chunk.
+    """
     found = []
     for chunk, place in zip(step.told, rows, strict=True):
         request = chunk.sequence.request

@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from triton_models.engine.drafts import Drafter
-from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, AheadMask, SamplingParams
+from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, SamplingParams
 from triton_models.errors import InvalidRequestError, PromptTooLongError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class TokenOutput:
     """Those of the prompt's next tokens: each is reported once, in order, and all by the first token."""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """With ERROR and SHUTDOWN: what went wrong, in words for the client."""
+    """What went wrong, in words for the client."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache instead of computed."""
     queue_seconds: float | None = None
@@ -220,8 +220,8 @@ class Sequence:
     """Tokens of the prompt of which was reported what was requested: log-probabilities, which the first does
     not have and is not counted for, or logits."""
     scheduled_at: float | None = None
-    drafter: Drafter | None = field(init=False)
-    """Guesses at its next tokens; None if its token mask cannot look ahead."""
+    drafter: Drafter = field(init=False)
+    """Guesses at its next tokens."""
     drafted: bool = False
     """Whether its newest tokens were guesses, so that the device does not know yet how many were right."""
 
@@ -234,11 +234,7 @@ class Sequence:
         self.seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.max_length = len(request.prompt_ids) + self.max_tokens
-        self.drafter = (
-            Drafter(mask, request.sampling.stop_token_ids)
-            if mask is None or isinstance(mask, AheadMask)
-            else None
-        )
+        self.drafter = Drafter(mask, request.sampling.stop_token_ids)
 
     @property
     def generated(self) -> int:

@@ -2,13 +2,19 @@
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from triton_models.engine.blocks import PADDING_BLOCK
 from triton_models.engine.sequence import Chunk, Sequence
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Results = TypeVar("_Results", bound="DataclassInstance")
 
 IN_PROMPT = 1
 """The lowest bit of an entry of `PenaltyTable.seen`."""
@@ -51,6 +57,15 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True)
     return numbers
+
+
+def download(results: _Results) -> _Results:
+    """Start copying the tensors of `results` to pinned host memory; their reader must wait for the device."""
+    copies = {}
+    for each in fields(results):
+        if isinstance(value := getattr(results, each.name), Tensor):
+            copies[each.name] = value.to("cpu", non_blocking=True)
+    return replace(results, **copies)
 
 
 @dataclass(slots=True, kw_only=True)

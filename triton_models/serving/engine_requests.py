@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triton_models.engine.beams import BeamParams, BeamRequest
-from triton_models.engine.sampling import AheadMask, SamplingParams
+from triton_models.engine.sampling import SamplingParams, TokenMask
 from triton_models.engine.sequence import Request
 from triton_models.errors import (
     InvalidRequestError,
@@ -86,8 +86,8 @@ def engine_requests(
         return [_beam_request(generation, keys, request)]
     least = _least(generation, max_tokens)
 
-    def mask(generated: Sequence[int]) -> AheadMask | None:
-        held: AheadMask | None = None if grammar is None else grammar.mask()
+    def mask(generated: Sequence[int]) -> TokenMask | None:
+        held: TokenMask | None = None if grammar is None else grammar.mask()
         if limits is not None:
             held = limits.mask(held, stop_ids=stop_ids, min_tokens=least)
         if held is not None:
@@ -242,7 +242,7 @@ class TokenLimits:
         """Return a row with a bit for each of `flags`, [vocabulary] of 0 or 1."""
         return np.packbits(np.pad(flags, (0, -len(flags) % _WORD_BITS)), bitorder="little").view(np.uint32)
 
-    def mask(self, grammar: AheadMask | None, *, stop_ids: Collection[int], min_tokens: int) -> "LimitedMask":
+    def mask(self, grammar: TokenMask | None, *, stop_ids: Collection[int], min_tokens: int) -> "LimitedMask":
         """Return the mask of one choice.
 
         Args:
@@ -257,7 +257,7 @@ class LimitedMask:
     """The tokens with which one answer may continue, by `limits` and by its grammar, if it has one."""
 
     def __init__(
-        self, limits: TokenLimits, grammar: AheadMask | None, stop_bits: Bits, min_tokens: int
+        self, limits: TokenLimits, grammar: TokenMask | None, stop_bits: Bits, min_tokens: int
     ) -> None:
         self._limits = limits
         self._grammar = grammar

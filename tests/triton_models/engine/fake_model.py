@@ -23,6 +23,19 @@ POISON = 60
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
+class NearMask:
+    """The part of a token mask that looks ahead: it takes no guesses."""
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        raise NotImplementedError
+
+
 class FakeModel:
     """A `CausalModel`. `gate`: what a pass waits for; `faults`: how many fail, after `sound_steps`."""
 

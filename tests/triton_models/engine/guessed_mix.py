@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.triton_models.engine.fake_model import POISON, VOCABULARY, request
+from tests.triton_models.engine.fake_model import POISON, VOCABULARY, NearMask, request
 from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.sampling import SamplingParams, TokenMask
 from triton_models.engine.sequence import Request
@@ -84,7 +84,7 @@ ALLOWED = (
 )
 
 
-class Plain:
+class Plain(NearMask):
     """A mask that cannot look ahead."""
 
     def fill(self, words: Any) -> None:

@@ -66,12 +66,8 @@ def test_without_a_word_a_share_of_the_machine_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("limit", "blocks"), [("max", 16), ("8000", 7)])
-def test_a_containers_limit_is_heeded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, blocks: int
-) -> None:
-    (tmp_path / "memory.max").write_text(f"{limit}\n", encoding="ascii")
-    (tmp_path / "memory.current").write_text("64\n", encoding="ascii")
-    monkeypatch.setattr("triton_models.engine.capacity._CGROUP", tmp_path)
+def test_a_containers_limit_is_heeded(container: Path, limit: str, blocks: int) -> None:
+    (container / "memory.max").write_text(f"{limit}\n", encoding="ascii")
     # A quarter of 7936 bytes, in blocks of 256.
     assert choose_capacity(EngineSettings(max_running=2), FakeModel()).kv_blocks == blocks
 
@@ -121,10 +117,8 @@ def test_a_share_of_a_gpu_does_not_depend_on_what_others_take_meanwhile(
         assert free_bytes(gpu) == free * GIB
 
 
-def test_a_share_of_main_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text("8000\n", encoding="ascii")
-    (tmp_path / "memory.current").write_text("0\n", encoding="ascii")
-    monkeypatch.setattr("triton_models.engine.capacity._CGROUP", tmp_path)
+def test_a_share_of_main_memory(container: Path) -> None:
+    (container / "memory.max").write_text("8064\n", encoding="ascii")
     assert free_bytes(CPU, 0.25) == 2000
 
 
@@ -157,6 +151,7 @@ def test_what_cannot_be_is_refused() -> None:
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("triton_models.engine.capacity._CGROUP", tmp_path)
     (tmp_path / "memory.current").write_text("64\n", encoding="ascii")
+    (tmp_path / "memory.stat").write_text("anon 64\ninactive_file 0\n", encoding="ascii")
     return tmp_path
 
 
@@ -169,6 +164,14 @@ def test_a_containers_limit_bounds_what_is_free(container: Path) -> None:
     (container / "memory.max").write_text("8000\n", encoding="ascii")
     assert free_bytes(CPU) == 8000 - 64
     assert total_bytes(CPU) == 8000
+
+
+def test_files_that_a_container_has_read_are_not_in_the_way(container: Path) -> None:
+    """Reading a checkpoint fills a container's memory up to its limit."""
+    (container / "memory.max").write_text("8000\n", encoding="ascii")
+    (container / "memory.current").write_text("7990\n", encoding="ascii")
+    (container / "memory.stat").write_text("anon 990\ninactive_file 7000\n", encoding="ascii")
+    assert free_bytes(CPU) == 8000 - 990
 
 
 def test_a_full_container_has_nothing_left(container: Path) -> None:

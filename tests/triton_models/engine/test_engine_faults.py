@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.triton_models.engine.fake_model import GREEDY, POISON, FakeModel, continuation, ids, request, run
+from tests.triton_models.engine.fake_model import (
+    GREEDY,
+    POISON,
+    FakeModel,
+    NearMask,
+    continuation,
+    ids,
+    request,
+    run,
+)
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
@@ -81,7 +90,7 @@ def test_shut_down_answers_everyone_and_takes_no_more() -> None:
         engine.add(request("late"))
 
 
-class OnlyAfter:
+class OnlyAfter(NearMask):
     """Allows the token that follows the last by one, and notes what it was told."""
 
     def __init__(self, *, limit: int = 1000) -> None:
@@ -121,7 +130,7 @@ def test_a_mask_that_fails_fails_its_request_alone() -> None:
     assert ids(outputs["free"]) == continuation([1, 2, 3], 8)
 
 
-class Nothing:
+class Nothing(NearMask):
     def fill(self, words: torch.Tensor) -> None:
         pass
 

@@ -1,11 +1,12 @@
 import logging
+from collections.abc import Sequence as Tokens
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from tests.triton_models.engine.fake_model import FakeModel, request, run
+from tests.triton_models.engine.fake_model import FakeModel, NearMask, request, run
 from triton_models.engine.engine import Engine
 from triton_models.engine.masks import fill_masks
 from triton_models.engine.sampling import SamplingParams
@@ -20,7 +21,7 @@ class Panic(BaseException):
     """As what Python sees of a panic in Rust: no `Exception`."""
 
 
-class Failing:
+class Failing(NearMask):
     """Allows every token, until one of its calls fails."""
 
     def __init__(self, error: BaseException, *, at: str, after: int = 2) -> None:
@@ -148,13 +149,7 @@ class Alternating(Together):
         super().__init__(token)
         self.rows = rows
 
-    def takes(self, tokens: list[int]) -> int:
-        raise NotImplementedError
-
-    def forced(self) -> list[int]:
-        raise NotImplementedError
-
-    def fill_ahead(self, tokens: list[int], rows: list[torch.Tensor]) -> None:
+    def fill_ahead(self, tokens: Tokens[int], rows: Tokens[torch.Tensor]) -> None:
         for at, (_, row) in enumerate(zip(tokens, rows, strict=True), 1):
             if at > self.rows:
                 raise TokenMaskError("too far")

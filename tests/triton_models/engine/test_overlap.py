@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
+from tests.triton_models.engine.fake_model import FakeModel, NearMask, continuation, ids, request, run
 from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
@@ -82,7 +82,7 @@ def test_cancel_while_a_step_is_on_its_way() -> None:
     assert engine.stats().kv_blocks_used == 0
 
 
-class AllowOne:
+class AllowOne(NearMask):
     """A token mask that allows exactly what follows from the token before it."""
 
     def __init__(self) -> None:

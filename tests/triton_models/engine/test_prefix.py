@@ -380,3 +380,46 @@ def test_an_invalid_tail_that_stands_behind_nothing_is_forgotten() -> None:
     step = table.step()
     assert work(step) == {"3": (0, 4), "4": (2, 3)}
     assert [target for _, target in step.copies] == other.blocks[:1] != again.blocks[:1]
+
+
+class CountedKeys:
+    """Counts the blocks that are looked up or registered."""
+
+    def __init__(self, keys: struct.Struct) -> None:
+        self.keys = keys
+        self.packed = 0
+
+    def pack(self, *numbers: int) -> bytes:
+        self.packed += 1
+        return self.keys.pack(*numbers)
+
+
+def test_a_long_conversation_that_waits_for_room_is_not_looked_up_anew_in_each_step() -> None:
+    table = Table(blocks=16)
+    prefixes: Any = table.scheduler._prefixes
+    table.finish(table.add(range(33), count=1))
+    holder = table.add(range(50, 70), count=9)
+    table.step()
+    waiting = table.add([*range(33), *range(70, 90)], count=1)
+    table.step()
+    prefixes._key = counted = CountedKeys(prefixes._key)
+    for _ in range(4):
+        table.step()
+    assert counted.packed <= 4 + 1, "one each step, and one that the other has filled"
+    assert waiting.state is SequenceState.WAITING
+    table.finish(holder)
+    table.step()
+    assert waiting.cached_tokens == 32
+
+
+def test_what_was_evicted_while_one_waited_is_not_found() -> None:
+    table = Table(blocks=14)
+    table.finish(table.add(range(33), count=1))
+    holder = table.add(range(50, 70), count=22)
+    table.step()
+    waiting = table.add([*range(33), *range(70, 90)], count=1)
+    table.finish(holder)
+    table.step()
+    assert waiting.cached_tokens is not None
+    assert 0 < waiting.cached_tokens < 32
+    assert waiting.blocks[0] in table.scheduler._prefixes._keys

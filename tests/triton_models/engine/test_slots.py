@@ -3,9 +3,10 @@ from types import SimpleNamespace
 import torch
 
 from tests.triton_models.engine.fake_model import request
+from triton_models.engine.sampler import SamplerOutputs
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Chunk, Sequence
-from triton_models.engine.slots import SlotTable, Staging, stage_slots
+from triton_models.engine.slots import SlotTable, Staging, download, stage_slots
 
 CPU = torch.device("cpu")
 
@@ -96,3 +97,9 @@ def test_a_step_advances_what_it_decoded_and_what_it_sampled() -> None:
     assert table.lengths.tolist() == [5, 3, 9, 0]
     assert table.tokens.tolist() == [41, 0, 40, 0]
     assert table.drawn.tolist() == [1, 0, 1, 0]
+
+
+def test_results_are_copied_to_the_host_with_what_is_none_of_them() -> None:
+    status = torch.tensor([[7], [1], [1]])
+    found = download(SamplerOutputs(status, None, None))
+    assert (found.status.tolist(), found.logprobs, found.top_ids) == ([[7], [1], [1]], None, None)
