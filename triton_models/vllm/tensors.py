@@ -138,7 +138,7 @@ def _text(name: str, values: Values) -> str:
 def _document(name: str, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidRequestError(f"{name} is not a JSON object")
@@ -147,7 +147,7 @@ def _document(name: str, text: str) -> dict[str, Any]:
 
 def _image(value: bytes) -> bytes:
     try:
-        return base64.b64decode(value, validate=True)
+        return base64.b64decode(b"".join(value.split()), validate=True)
     except binascii.Error as error:
         raise InvalidRequestError(f"image is not base64: {error}") from None
 
