@@ -15,7 +15,7 @@ from typing import Any, Final
 import tokenizers
 
 from triton_models.directory import TOKENIZER_JSON, read_optional_json
-from triton_models.errors import CheckpointError, TextError
+from triton_models.errors import CheckpointError, TextError, panics_are_errors
 from triton_models.text.tokenizers import Tokenizer, parts, utf8_decoder
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -69,11 +69,9 @@ class JsonTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:  # noqa: D102 - inherited
         try:
-            return [
-                token_id
-                for part in parts(text)
-                for token_id in self._tokenizer.encode(part, add_special_tokens=False).ids
-            ]
+            with panics_are_errors("tokenizers"):
+                encoded = (self._tokenizer.encode(part, add_special_tokens=False) for part in parts(text))
+                return [token_id for part in encoded for token_id in part.ids]
         except (TypeError, UnicodeError):
             raise TextError("the text holds a lone surrogate, which is not valid Unicode") from None
 

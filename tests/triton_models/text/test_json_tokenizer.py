@@ -4,13 +4,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Regex, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 
 from tests.template_checkpoint import ANSWER, SPECIAL, write_tokenizer
-from triton_models.errors import CheckpointError, TextError
+from triton_models.errors import CheckpointError, LibraryPanicError, TextError
 from triton_models.text.answer import Detokenizer
 from triton_models.text.formats import TemplateFormat
 from triton_models.text.grammars import Grammars
@@ -111,6 +112,18 @@ def saved(made: Tokenizer, folder: Path) -> JsonTokenizer:
     config = {"eos_token_id": made.token_to_id("</s>")}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return JsonTokenizer(folder)
+
+
+def test_a_panic_is_an_error(tmp_path: Path) -> None:
+    """The library's own, of a pattern for words that takes too long."""
+    made = Tokenizer(BPE(BLOCKS, [], byte_fallback=True))
+    made.decoder = decoders.ByteFallback()
+    made.pre_tokenizer = Split(Regex("(a+)+b"), "isolated")
+    made.add_special_tokens(["</s>"])
+    tokenizer = saved(made, tmp_path)
+    assert tokenizer.encode("aab") == [97, 97, 98]
+    with pytest.raises(LibraryPanicError, match="tokenizers"):
+        tokenizer.encode("a" * 40)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff"])
