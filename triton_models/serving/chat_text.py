@@ -158,10 +158,7 @@ def load_text(parameters: EntryParameters) -> ChatText:
     Raises:
         ModelError: a file is missing or broken, or the format cannot be determined.
     """
-    name = parameters.options.get("format") or detect_format(parameters.checkpoint)
-    if name == TemplateFormat.name:
-        tokenizer: Tokenizer = JsonTokenizer(parameters.checkpoint)
-    else:
-        tokenizer = load_tokenizer(parameters.checkpoint, name)
-    template = chat_template(parameters.checkpoint)
-    return ChatText.of(tokenizer, chat_format(name, tokenizer, template))
+    directory = parameters.checkpoint
+    name = parameters.options.get("format") or detect_format(directory)
+    tokenizer = JsonTokenizer(directory) if name == TemplateFormat.name else load_tokenizer(directory, name)
+    return ChatText.of(tokenizer, chat_format(name, tokenizer, chat_template(directory)))
