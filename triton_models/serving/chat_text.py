@@ -147,7 +147,7 @@ class ChatText:
         """Return the answer's first line if the model is not to choose it; empty if it must be text."""
         grammar = generation.grammar
         is_text = grammar is not None and grammar.kind != "tool_calls" and not generation.raw
-        if generation.answer_metadata is None and is_text and self.format.supports_tools:
+        if generation.answer_metadata is None and is_text and self.format.call_syntax:
             return ""
         return generation.answer_metadata
 
