@@ -74,6 +74,8 @@ class Compiler:
 class PreparedMeanwhile(OpenRequest):
     """One whose grammar is taken by the thread that prepares it, as soon as somebody has looked at it."""
 
+    _held: Any
+
     @property
     def compiling(self) -> Any:
         found, self._held = self._held, None
@@ -86,7 +88,8 @@ class PreparedMeanwhile(OpenRequest):
 
 def test_a_request_may_be_prepared_while_it_is_given_up() -> None:
     request = PreparedMeanwhile("1", Generation(), Inputs(b"", b"", b""), FakeResponder(), Owner())
-    request.compiling = compiling = Future()
+    compiling: Future[Any] = Future()
+    request.compiling = compiling
     Intake(print, print, print).give_up(request)
     assert compiling.cancelled()
 
