@@ -170,7 +170,7 @@ def detect_format(directory: Path) -> FormatName:
         CheckpointError: none of these is conclusive, or a file in the directory is broken.
     """
     model_type = read_optional_json(directory / "config.json").get("model_type")
-    other = model_type in SERVED_TYPES and model_type not in _GLM_TYPES
+    other = model_type not in (None, *_GLM_TYPES)
     if other or (model_type != CHATGLM_TYPE and (directory / TOKENIZER_JSON).is_file()):
         return "template"
     found = format_evidence(directory)

@@ -103,8 +103,8 @@ def _check_length(path: Path, config: PretrainedConfig, window: int | None, max_
         UnsupportedArchitectureError: with so many tokens, it computes otherwise than our attention, or a step
             computes otherwise than each of its sequences alone.
     """
-    numbers = ConfigNumbers(path, {"positions": getattr(config, "max_position_embeddings", None)})
-    positions = numbers.size("positions")
+    key = "max_position_embeddings"
+    positions = ConfigNumbers(path, {key: getattr(config, key, None)}).size(key)
     limits = {"sliding_window": window}
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":

@@ -48,7 +48,6 @@ class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 _decoder = msgspec.json.Decoder(Frame)
-_encoder = msgspec.json.Encoder()
 
 
 def decode_frame(document: bytes) -> Frame:
@@ -63,4 +62,4 @@ def decode_frame(document: bytes) -> Frame:
 
 def encode_frame(frame: Frame) -> bytes:
     """Write the `meta` tensor of a channel's response; keys at their default are left out."""
-    return _encoder.encode(frame)
+    return msgspec.json.encode(frame)

@@ -82,7 +82,6 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="event"):
 Event = Notice | Starting | Live | Loading | Ready | ModelDown | ModelUp | ServerDown | ServerUp | Failed
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-_encoder = msgspec.json.Encoder()
 
 
 def decode_event(line: bytes) -> Event:
@@ -97,5 +96,5 @@ def decode_event(line: bytes) -> Event:
 
 def write_event(out: IO[bytes], event: Event) -> None:
     """Write one line and flush it."""
-    out.write(_encoder.encode(event) + b"\n")
+    out.write(msgspec.json.encode(event) + b"\n")
     out.flush()

@@ -23,7 +23,6 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 _decoder = msgspec.json.Decoder(list[Turn])
-_encoder = msgspec.json.Encoder()
 
 
 def decode_history(document: bytes) -> list[Turn]:
@@ -38,4 +37,4 @@ def decode_history(document: bytes) -> list[Turn]:
 
 def encode_history(turns: list[Turn]) -> bytes:
     """Write the `history` tensor."""
-    return _encoder.encode(turns)
+    return msgspec.json.encode(turns)

@@ -167,7 +167,6 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 _decoder = msgspec.json.Decoder(Meta)
-_encoder = msgspec.json.Encoder()
 
 
 def decode_meta(document: bytes) -> Meta:
@@ -182,4 +181,4 @@ def decode_meta(document: bytes) -> Meta:
 
 def encode_meta(meta: Meta) -> bytes:
     """Write the `meta` tensor; keys at their default are left out."""
-    return _encoder.encode(meta)
+    return msgspec.json.encode(meta)

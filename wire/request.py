@@ -180,7 +180,6 @@ _others: dict[str, msgspec.json.Decoder[Request]] = {
     "probe": msgspec.json.Decoder(Probe),
     "open_channel": msgspec.json.Decoder(OpenChannel),
 }
-_encoder = msgspec.json.Encoder()
 
 
 def decode_request(document: bytes) -> Request:
@@ -209,4 +208,4 @@ def request_kind(document: bytes) -> str:
 
 def encode_request(request: Request) -> bytes:
     """Write the `sampling` tensor; keys at their default are left out."""
-    return _encoder.encode(request)
+    return msgspec.json.encode(request)

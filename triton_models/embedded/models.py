@@ -4,6 +4,7 @@ A program with these flags must be able to report that parts of the engine are n
 entries is imported only when it is needed.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,16 +69,17 @@ def private_arguments(key: str) -> list[str]:
 
 
 def read_model_argument(argument: str) -> tuple[str, Path]:
-    """Split `[NAME=]DIR`; without a name, the model is named after the folder.
+    """Split `[NAME=]DIR`; without a name, the model is named after the folder, or after the link to it.
 
     Raises:
         SetupError: there is no such directory, or no config.json in it.
     """
     before, equals, after = argument.partition("=")
     named = equals and "/" not in before
-    path = Path(after if named else argument).expanduser().resolve()
+    text = after if named else argument
+    given = Path(text).expanduser().absolute()
+    path = given.resolve()
     if not path.is_dir():
-        text = after if named else argument
         if _HUB_NAME.fullmatch(text):
             folder = text.partition("/")[2]
             raise SetupError(
@@ -97,7 +99,7 @@ def read_model_argument(argument: str) -> tuple[str, Path]:
             f"--model {argument}: {', '.join(pointers)}: pointers of Git LFS instead of the files; "
             f"fetch them first: git -C {path} lfs pull"
         )
-    return before if named else path.name, path
+    return before if named else Path(os.path.normpath(given)).name, path
 
 
 def _is_pointer(path: Path) -> bool:

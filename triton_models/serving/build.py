@@ -54,8 +54,6 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
             f"{parameters.checkpoint}: the tokenizer has {text.tokenizer.size} ids and the weights have"
             f" {model.vocab_size}: they do not belong together"
         )
-    vocabulary = model.vocab_size
-    metrics = EngineMetrics(parameters.model, parameters.version, pb_utils)
     engine = Engine(model, engine_settings(parameters, device), backend=backend)
     if device.type == "cuda":
         # Kernels are compiled and libraries loaded at their first use, which must not be a client's request.
@@ -67,8 +65,8 @@ def build_service(parameters: EntryParameters, pb_utils: Any) -> Service:
     return Service(
         engine,
         text,
-        metrics,
-        vocabulary=vocabulary,
+        EngineMetrics(parameters.model, parameters.version, pb_utils),
+        vocabulary=model.vocab_size,
         heartbeat_s=options.get("heartbeat_s", HEARTBEAT_S),
         spans=spans,
     )

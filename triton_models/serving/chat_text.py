@@ -147,7 +147,7 @@ class ChatText:
         """Return the answer's first line if the model is not to choose it; empty if it must be text."""
         grammar = generation.grammar
         is_text = grammar is not None and grammar.kind != "tool_calls" and not generation.raw
-        if generation.answer_metadata is None and is_text and self.format.supports_tools:
+        if generation.answer_metadata is None and is_text and self.format.call_syntax:
             return ""
         return generation.answer_metadata
 
@@ -158,10 +158,7 @@ def load_text(parameters: EntryParameters) -> ChatText:
     Raises:
         ModelError: a file is missing or broken, or the format cannot be determined.
     """
-    name = parameters.options.get("format") or detect_format(parameters.checkpoint)
-    if name == TemplateFormat.name:
-        tokenizer: Tokenizer = JsonTokenizer(parameters.checkpoint)
-    else:
-        tokenizer = load_tokenizer(parameters.checkpoint, name)
-    template = chat_template(parameters.checkpoint)
-    return ChatText.of(tokenizer, chat_format(name, tokenizer, template))
+    directory = parameters.checkpoint
+    name = parameters.options.get("format") or detect_format(directory)
+    tokenizer = JsonTokenizer(directory) if name == TemplateFormat.name else load_tokenizer(directory, name)
+    return ChatText.of(tokenizer, chat_format(name, tokenizer, chat_template(directory)))

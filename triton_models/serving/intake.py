@@ -158,8 +158,8 @@ class Intake:
     def give_up(self, request: OpenRequest) -> None:
         """Prepare a cancelled or late request at once, without its grammar unless that is being compiled."""
         with self._lock:
-            if request.compiling is not None and not self._closing.is_set():
-                request.compiling.cancel()
+            if (compiling := request.compiling) is not None and not self._closing.is_set():
+                compiling.cancel()
 
     def _compile(self, request: OpenRequest) -> CompiledGrammar | None:
         if self._closing.is_set() or request.given_up() is not None:

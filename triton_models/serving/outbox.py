@@ -140,11 +140,11 @@ class Responder:
         return bool(self._sender.is_cancelled())
 
     def _send(self, content: bytes, document: bytes, *, final: bool) -> None:
-        tensors = [self._tensor(names.RESPONSE, content), self._tensor(names.META, document)]
+        tensors = [
+            self._pb_utils.Tensor(name, np.array([[value]], dtype=np.object_))
+            for name, value in ((names.RESPONSE, content), (names.META, document))
+        ]
         self._respond(self._pb_utils.InferenceResponse(output_tensors=tensors), final=final)
-
-    def _tensor(self, name: str, value: bytes) -> Any:
-        return self._pb_utils.Tensor(name, np.array([[value]], dtype=np.object_))
 
     def _respond(self, response: Any, *, final: bool) -> None:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0

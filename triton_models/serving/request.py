@@ -402,10 +402,8 @@ def _wire_logprob(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> wire.TokenLo
 
 
 def _top(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> list[wire.TopLogprob]:
-    found = []
-    for token_id, logprob in logprobs.top:
-        token, utf8 = tokenizer.display(token_id)
-        found.append(
-            wire.TopLogprob(id=token_id, token=token, bytes=list(utf8), logprob=max(logprob, LOGPROB_FLOOR))
-        )
-    return found
+    shown = ((token_id, *tokenizer.display(token_id), logprob) for token_id, logprob in logprobs.top)
+    return [
+        wire.TopLogprob(id=token_id, token=token, bytes=list(utf8), logprob=max(logprob, LOGPROB_FLOOR))
+        for token_id, token, utf8, logprob in shown
+    ]

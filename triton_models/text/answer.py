@@ -85,10 +85,11 @@ class AnswerStream:
         self._tokenizer = tokenizer
         self._segment_roles = {} if raw or show_special else chat_format.segment_roles
         self._detokenizer = Detokenizer(tokenizer, continues=raw and not echoes, special=show_special)
+        stops = tuple(stops)
         self._stops = StopStrings(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._looks_for_stops = self._stops.any
+        self._looks_for_stops = bool(stops)
         self._blank = not raw
         self._stopped = False
         self._last_calls = frozenset(end_after_call_of)
@@ -233,11 +234,6 @@ class StopStrings:
         if any(not matcher.stop for matcher in self._matchers):
             raise ValueError("a stop string must not be empty")
         self._held = ""
-
-    @property
-    def any(self) -> bool:
-        """Whether there are any stop strings; without them, text is passed on unchanged."""
-        return bool(self._matchers)
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that cannot be part of a stop string, and the stop string if one was found.

@@ -9,8 +9,8 @@ import msgspec
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import Document, TextRule, json_rule, literal, optional, read, text_rule
-from triton_models.text.literal_grammar import COMMON_RULES, LiteralGrammar
-from triton_models.text.schemas import check_schema, check_size, drop_needless_keywords
+from triton_models.text.literal_grammar import BOUNDS, COMMON_RULES, LiteralGrammar, fault
+from triton_models.text.schemas import check_schema, check_size, drop_needless_keywords, reachable
 from wire.calls import FENCE, OPENING
 from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
 
@@ -40,13 +40,25 @@ def _fenced(tool: CallableTool, name: str) -> tuple[str, str]:
 
 
 def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
-    schema: dict[str, Any] = tool.parameters or _NO_ARGUMENTS
-    if schema.get("type", "object") != "object":
+    schema: dict[str, Any] = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
+    if schema["type"] != "object":
         raise InvalidGrammarError("parameters.type must be object")
-    schema = {"type": "object", **schema}
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", False)
+    if "properties" in schema and "additionalProperties" not in schema:
+        named, more = schema["properties"], dict.fromkeys(schema.get("required", ()), True)
+        schema |= {"properties": named | more | named, "additionalProperties": False}
+    if not tool.strict:
+        _drop_what_fails(schema)
     return json_rule(schema, lenient=not tool.strict), ""
+
+
+def _drop_what_fails(schema: dict[str, Any]) -> None:
+    """Drop the patterns and bounds that llguidance cannot express: it skips other keywords by itself."""
+    for _, each in reachable(schema, "parameters"):
+        for keywords in (("pattern",), BOUNDS):
+            found = each.keys() & {*keywords}
+            if found and fault({name: each[name] for name in each.keys() & {"type", *found}}):
+                for name in found:
+                    del each[name]
 
 
 FENCED_CALLS: Final = CallSyntax(_fenced, OPENING, COMMON_RULES)

@@ -7,6 +7,7 @@ strings, with bytes for what they do not hold.
 import json
 import re
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,7 +15,7 @@ from typing import Any, Final
 import tokenizers
 
 from triton_models.directory import TOKENIZER_JSON, read_optional_json
-from triton_models.errors import CheckpointError, TextError
+from triton_models.errors import CheckpointError, TextError, panics_are_errors
 from triton_models.text.tokenizers import Tokenizer, parts, utf8_decoder
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -53,25 +54,24 @@ class JsonTokenizer(Tokenizer):
             raise CheckpointError(f"{directory}: neither generation_config.json nor others name an eos token")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         pieces: list[str | bytes] = [""] * (1 + max(vocabulary.values(), default=0))
-        read = _reader(file, json.loads(document))
+        read = _reader(file, json.loads(document), self._tokenizer)
         for token, token_id in vocabulary.items():
             if token_id not in special and token_id not in self.end_ids:
-                pieces[token_id] = token.encode() if token_id in added else read(token)
+                pieces[token_id] = read(token)
         names = {token_id: token for token, token_id in vocabulary.items() if not pieces[token_id]}
         super().__init__(pieces, (), self.end_ids[0], names)
         self.special_ids = MappingProxyType({name: token_id for token_id, name in special.items()})
-        beginning = self._tokenizer.encode("", add_special_tokens=True).ids
-        self.begin_ids = [token_id for token_id in beginning if token_id not in self.end_ids]
+        text = self._tokenizer.encode("a", add_special_tokens=True)
+        before = sum(takewhile(bool, text.special_tokens_mask))
+        self.begin_ids = text.ids[:before]
         # No text of a user's is ever a special token.
         self._tokenizer.encode_special_tokens = True
 
     def encode(self, text: str) -> list[int]:  # noqa: D102 - inherited
         try:
-            return [
-                token_id
-                for part in parts(text)
-                for token_id in self._tokenizer.encode(part, add_special_tokens=False).ids
-            ]
+            with panics_are_errors("tokenizers"):
+                encoded = (self._tokenizer.encode(part, add_special_tokens=False) for part in parts(text))
+                return [token_id for part in encoded for token_id in part.ids]
         except (TypeError, UnicodeError):
             raise TextError("the text holds a lone surrogate, which is not valid Unicode") from None
 
@@ -87,7 +87,9 @@ class JsonTokenizer(Tokenizer):
         return "".join(text) + utf8.decode(b"", final=True)
 
 
-def _reader(file: Path, document: dict[str, Any]) -> Callable[[str], str | bytes]:
+def _reader(
+    file: Path, document: dict[str, Any], tokenizer: tokenizers.Tokenizer
+) -> Callable[[str], str | bytes]:
     """Return what reads one of the vocabulary's tokens: its bytes or text.
 
     Raises:
@@ -99,18 +101,23 @@ def _reader(file: Path, document: dict[str, Any]) -> Callable[[str], str | bytes
         others = (byte for byte in range(256) if byte not in _PRINTABLE)
         bytes_of = {chr(byte): byte for byte in _PRINTABLE}
         bytes_of |= {chr(256 + number): byte for number, byte in enumerate(others)}
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
 
         def read_bytes(token: str) -> bytes:
-            if all(character in bytes_of for character in token):
+            if token not in added and all(character in bytes_of for character in token):
                 return bytes(bytes_of[character] for character in token)
             return token.encode()
 
         return read_bytes
     if kinds & {"Metaspace", "ByteFallback"}:
+        # Gemma's, for one, puts no space before a text, and so drops none there.
+        drops_space = not tokenizer.decoder.decode([_SPACE])
 
         def read_piece(token: str) -> str | bytes:
-            byte = _BYTE.fullmatch(token)
-            return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ")
+            if byte := _BYTE.fullmatch(token):
+                return bytes([int(byte[1], 16)])
+            text = token.replace(_SPACE, " ")
+            return text if drops_space else text.encode()
 
         return read_piece
     raise CheckpointError(f"{file}: a vocabulary neither of bytes nor of SentencePiece's strings")

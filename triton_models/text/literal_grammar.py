@@ -39,13 +39,13 @@ _NOTHING: Final = '""'
 
 _PLAIN = re.compile(r"[^'\"\\\x00-\x1f\x7f]*")
 
-_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": _BOUNDS,
-    "integer": _BOUNDS,
+    "number": BOUNDS,
+    "integer": BOUNDS,
     "boolean": (),
     "null": (),
 }
@@ -214,7 +214,7 @@ class LiteralGrammar:
         return f"/{single}|{double}/"
 
     def _number(self, kind: str, schema: dict[str, Any], path: str) -> str:
-        bounds: dict[str, Any] = {name: schema[name] for name in _BOUNDS if name in schema}
+        bounds: dict[str, Any] = {name: schema[name] for name in BOUNDS if name in schema}
         if not bounds:
             return kind[:3].upper()
         given = [0, *(int(value) for name, value in bounds.items() if name != "multipleOf")]
@@ -264,14 +264,14 @@ class LiteralGrammar:
 
     def _fits(self, schema: dict[str, Any], keyword: str, path: str) -> bool:
         """Return whether llguidance can express `schema`, all of which is there for `keyword`."""
-        if fault := _fault(schema):
-            self._cannot(path, f"{keyword} ({fault})")
-        return not fault
+        if why := fault(schema):
+            self._cannot(path, f"{keyword} ({why})")
+        return not why
 
     @cached_property
     def _fault(self) -> str:
         """What llguidance cannot enforce of the whole schema: it finds branches of a `oneOf` that overlap."""
-        return _fault(self._tool.parameters)
+        return fault(self._tool.parameters)
 
     def _cannot(self, path: str, what: str) -> None:
         """Skip `what`, which cannot be expressed.
@@ -292,16 +292,16 @@ class LiteralGrammar:
         return f"{self._name}_{self._count}"
 
 
-def _kinds(schema: dict[str, Any]) -> list[str]:
-    kinds: str | list[str] = schema.get("type", [])
-    return [kinds] if isinstance(kinds, str) else kinds
-
-
-def _fault(schema: dict[str, Any]) -> str:
+def fault(schema: dict[str, Any]) -> str:
     """Return why llguidance cannot express `schema`; empty if it can."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
     return about_grammar(" ".join(messages)) if broken else ""
+
+
+def _kinds(schema: dict[str, Any]) -> list[str]:
+    kinds: str | list[str] = schema.get("type", [])
+    return [kinds] if isinstance(kinds, str) else kinds
 
 
 def _argument(name: str, value: str) -> str:

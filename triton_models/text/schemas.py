@@ -128,7 +128,7 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
         raise InvalidGrammarError("a JSON schema is an object")
     size = Counter[str]()
     same_value: dict[int, list[int]] = {}
-    for where, each in _reachable(schema, path):
+    for where, each in reachable(schema, path):
         try:
             keywords = msgspec.convert(each, _Keywords)
         except msgspec.ValidationError as error:
@@ -159,7 +159,7 @@ def drop_needless_keywords(schema: Any) -> None:
 
     zod writes one for each record. llguidance refuses the keyword, whatever its value is.
     """
-    for _, each in _reachable(schema, "$"):
+    for _, each in reachable(schema, "$"):
         if "propertyNames" in each and _allows_every_name(schema, each["propertyNames"]):
             del each["propertyNames"]
 
@@ -193,22 +193,7 @@ def target(schema: Any, pointer: str) -> Any:
     return at
 
 
-def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> None:
-    for keyword in _OLD:
-        if keyword in schema:
-            raise _fault(where, f": the keyword {keyword} cannot be enforced")
-    if keywords.prefix_items and isinstance(keywords.items, list):
-        raise _fault(where, ": prefixItems beside a list of items cannot be enforced")
-    if keywords.min_properties > max(1, len(set(keywords.required))):
-        # A key that `properties` does not name may be generated twice, and then counts only once.
-        raise _fault(where, ": minProperties over 1 cannot be enforced beyond the required properties")
-
-
-def _fault(where: str, what: str) -> InvalidGrammarError:
-    return InvalidGrammarError(f"{where[:200]}{what}")
-
-
-def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield `schema`, the schemas in it and those that references lead to, but no booleans; each once.
 
     Definitions to which nothing refers change no answer, and are left out. A reference of a kind that only
@@ -227,6 +212,21 @@ def _reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             pending.append((each["$ref"], referred))
         elif "$ref" in each:
             pending += _parts(schema, "$", _DEFINITIONS)
+
+
+def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> None:
+    for keyword in _OLD:
+        if keyword in schema:
+            raise _fault(where, f": the keyword {keyword} cannot be enforced")
+    if keywords.prefix_items and isinstance(keywords.items, list):
+        raise _fault(where, ": prefixItems beside a list of items cannot be enforced")
+    if keywords.min_properties > max(1, len(set(keywords.required))):
+        # A key that `properties` does not name may be generated twice, and then counts only once.
+        raise _fault(where, ": minProperties over 1 cannot be enforced beyond the required properties")
+
+
+def _fault(where: str, what: str) -> InvalidGrammarError:
+    return InvalidGrammarError(f"{where[:200]}{what}")
 
 
 def _parts(schema: dict[str, Any], path: str, keywords: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -110,6 +110,7 @@ class Tokenizer(ABC):
 
         Raises:
             TextError: `text` contains lone surrogates.
+            LibraryPanicError: a library in Rust panicked.
         """
 
     @abstractmethod

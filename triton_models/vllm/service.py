@@ -166,9 +166,8 @@ class Service:
 
     def _begin(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
-            call = arrival.call
-            self._open.add(call)
-            call.task = self._loop.create_task(self._serve(arrival))
+            arrival.call.task = self._loop.create_task(self._serve(arrival))
+            self._open.add(arrival.call)  # last: cancelled before it begins, a task would not answer
 
     def _cancel(self, call: Call, ending: Ending) -> None:
         if call.ending is None and call.task is not None:

@@ -138,7 +138,7 @@ def _text(name: str, values: Values) -> str:
 def _document(name: str, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidRequestError(f"{name} is not a JSON object")
@@ -147,7 +147,7 @@ def _document(name: str, text: str) -> dict[str, Any]:
 
 def _image(value: bytes) -> bytes:
     try:
-        return base64.b64decode(value, validate=True)
+        return base64.b64decode(b"".join(value.split()), validate=True)
     except binascii.Error as error:
         raise InvalidRequestError(f"image is not base64: {error}") from None
 
@@ -210,10 +210,8 @@ class Progress:
             "num_input_tokens": [len(output.prompt_token_ids or ())],
             "num_output_tokens": tokens,
         }
-        return {name: found[name] for name in ("text_output", *REPORTS) if self._wanted(name)}
-
-    def _wanted(self, name: str) -> bool:
-        return name == "text_output" or name in self.request.reports
+        wanted = {"text_output", *self.request.reports}
+        return {name: values for name, values in found.items() if name in wanted}
 
 
 def _entries(entries: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
@@ -228,9 +226,6 @@ def embedding_outputs(
     request: EmbeddingRequest, values: list[float], prompt_tokens: int
 ) -> dict[str, list[Any]]:
     """Return the output tensors of an embedding: JSON numbers as text, and the counts that are asked for."""
-    found: dict[str, list[Any]] = {"text_output": [json.dumps(values).encode()]}
-    if "num_input_tokens" in request.reports:
-        found["num_input_tokens"] = [prompt_tokens]
-    if "num_output_tokens" in request.reports:
-        found["num_output_tokens"] = [0]
-    return found
+    counts = {"num_input_tokens": [prompt_tokens], "num_output_tokens": [0]}
+    wanted = {name: count for name, count in counts.items() if name in request.reports}
+    return {"text_output": [json.dumps(values).encode()], **wanted}

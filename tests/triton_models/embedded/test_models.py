@@ -60,6 +60,14 @@ def test_a_model_is_named_by_its_folder_or_by_name(checkpoint: Path, monkeypatch
     assert read_model_argument(f"other={checkpoint}") == ("other", checkpoint)
     monkeypatch.chdir(checkpoint)
     assert read_model_argument(".") == ("glm", checkpoint)
+    (checkpoint / "inner").mkdir()
+    assert read_model_argument("inner/..") == ("glm", checkpoint)
+
+
+def test_a_model_is_named_by_a_link_to_its_folder(tmp_path: Path, checkpoint: Path) -> None:
+    """A hub's folders are named after a commit."""
+    (tmp_path / "mine").symlink_to(checkpoint)
+    assert read_model_argument(f"{tmp_path}/mine/") == ("mine", checkpoint)
 
 
 def test_an_equals_sign_in_a_path_is_no_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -68,6 +69,29 @@ class Compiler:
         assert generation.grammar is not None
         self.asked.append(generation.grammar.text)
         assert self.go.wait(20)
+
+
+class PreparedMeanwhile(OpenRequest):
+    """One whose grammar is taken by the thread that prepares it, as soon as somebody has looked at it."""
+
+    _held: Any
+
+    @property
+    def compiling(self) -> Any:
+        found, self._held = self._held, None
+        return found
+
+    @compiling.setter
+    def compiling(self, value: Any) -> None:
+        self._held = value
+
+
+def test_a_request_may_be_prepared_while_it_is_given_up() -> None:
+    request = PreparedMeanwhile("1", Generation(), Inputs(b"", b"", b""), FakeResponder(), Owner())
+    compiling: Future[Any] = Future()
+    request.compiling = compiling
+    Intake(print, print, print).give_up(request)
+    assert compiling.cancelled()
 
 
 def test_nobody_waits_for_a_grammar_that_is_compiled() -> None:

@@ -4,14 +4,19 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from tokenizers import Tokenizer, decoders
+from tokenizers import AddedToken, Regex, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
 
 from tests.template_checkpoint import ANSWER, SPECIAL, write_tokenizer
-from triton_models.errors import CheckpointError, TextError
+from triton_models.errors import CheckpointError, LibraryPanicError, TextError
 from triton_models.text.answer import Detokenizer
+from triton_models.text.formats import TemplateFormat
+from triton_models.text.grammars import Grammars
 from triton_models.text.json_tokenizer import JsonTokenizer
+from wire.grammar import Grammar
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +62,68 @@ def test_what_ends_an_answer_is_what_the_generation_says(tmp_path: Path) -> None
     assert JsonTokenizer(tmp_path).end_ids[1:] == [8, 9]
 
 
+BLOCKS = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257, "i": 258, "▁h": 259}
+"""A vocabulary as SentencePiece's: spaces as a block, and bytes for what it does not hold."""
+
+
 def test_pieces_of_sentencepiece(tmp_path: Path) -> None:
-    """As Llama 2 and Mistral have them: spaces as a block, one before every text, and bytes for the rest."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257, "i": 258, "▁h": 259}
-    made = Tokenizer(BPE(vocabulary, [("▁", "h")], byte_fallback=True, fuse_unk=True))
+    """As Llama 2 and Mistral have them, with a space before every text."""
+    made = Tokenizer(BPE(BLOCKS, [("▁", "h")], byte_fallback=True, fuse_unk=True))
     made.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])
     made.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     made.add_special_tokens(["</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 260}), encoding="utf-8")
-    tokenizer = JsonTokenizer(tmp_path)
+    tokenizer = saved(made, tmp_path)
     for text in ("hi", "hi hi", "h é h"):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == made.decode(ids) == text
+
+
+def test_sentencepiece_without_a_space_before_every_text(tmp_path: Path) -> None:
+    """As Gemma has it: a leading space is the text's own, and runs of them are added tokens."""
+    made = Tokenizer(BPE(BLOCKS, [("▁", "h")], byte_fallback=True, fuse_unk=True))
+    made.normalizer = Replace(" ", "▁")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["</s>"])
+    made.add_tokens([AddedToken("▁▁", normalized=False)])
+    tokenizer = saved(made, tmp_path)
+    for ids, text in (([259, 258], " hi"), ([261, 257], "  h"), ([257, 261, 259, 195, 169], "h   hé")):
+        assert tokenizer.decode(ids) == made.decode(ids) == text
+        detokenizer = Detokenizer(tokenizer)
+        assert "".join(map(detokenizer.push, ids)) == text
+    grammars = Grammars(tokenizer, TemplateFormat(tokenizer))
+    assert grammars.compile(Grammar("json_object")).mask().takes([ord("{")])
+
+
+def test_what_begins_every_text_may_also_end_an_answer(tmp_path: Path) -> None:
+    """As OPT has it; what a tokenizer puts behind a text does not begin one."""
+    made = Tokenizer(BPE(BLOCKS, [], byte_fallback=True))
+    made.decoder = decoders.ByteFallback()
+    made.add_special_tokens(["</s>", "<s>"])
+    for template, begin_ids in (("</s> $A", [260]), ("<s> $A </s>", [261]), ("$A </s>", [])):
+        special = [(name, made.token_to_id(name)) for name in ("</s>", "<s>")]
+        made.post_processor = TemplateProcessing(single=template, special_tokens=special)
+        assert saved(made, tmp_path).begin_ids == begin_ids
+
+
+def saved(made: Tokenizer, folder: Path) -> JsonTokenizer:
+    made.save(str(folder / "tokenizer.json"))
+    config = {"eos_token_id": made.token_to_id("</s>")}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return JsonTokenizer(folder)
+
+
+def test_a_panic_is_an_error(tmp_path: Path) -> None:
+    """The library's own, of a pattern for words that takes too long."""
+    made = Tokenizer(BPE(BLOCKS, [], byte_fallback=True))
+    made.decoder = decoders.ByteFallback()
+    made.pre_tokenizer = Split(Regex("(a+)+b"), "isolated")
+    made.add_special_tokens(["</s>"])
+    tokenizer = saved(made, tmp_path)
+    assert tokenizer.encode("aab") == [97, 97, 98]
+    with pytest.raises(LibraryPanicError, match="tokenizers"):
+        tokenizer.encode("a" * 40)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff"])

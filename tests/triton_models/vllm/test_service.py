@@ -5,7 +5,7 @@ import pytest
 
 from tests.triton_models.serving.fakes import PB_UTILS, wait_until
 from tests.triton_models.vllm.fakes import FakeEngine, Sender
-from triton_models.vllm.service import Arrival, Call, Service
+from triton_models.vllm.service import Arrival, Call, Ending, Service
 
 STREAM = {"stream": [True]}
 
@@ -85,6 +85,20 @@ def test_a_client_that_leaves_aborts_in_the_engine(served: Served, values: dict[
     sender.gone = True
     assert sender.wait().error.code == "CANCELLED"
     assert served.engine.aborted == ["wait"]
+
+
+def test_a_client_that_has_left_at_once_is_answered_too(served: Served) -> None:
+    """The thread that asks about clients has found its call the moment that it was there."""
+    service = served.service
+
+    class Watched(set[Call]):
+        def add(self, call: Call) -> None:
+            super().add(call)
+            service._loop.call_soon(service._cancel, call, Ending.CLIENT_LEFT)
+
+    service._open = Watched()
+    (sender,) = served.ask("wait")
+    assert sender.wait().error.code == "CANCELLED"
 
 
 def test_a_dead_engine_ends_every_request_and_is_told_once(served: Served) -> None:

@@ -73,8 +73,11 @@ def test_a_stream_never_begins_with_its_prompt() -> None:
 
 
 def test_images_and_reports() -> None:
-    request = read(image=[base64.b64encode(b"file")], return_logprobs=[True], return_finish_reason=[False])
-    assert request.images == (b"file",)
+    image = b"a file" * 20
+    # The second is in lines, as many programs write it.
+    images = [base64.b64encode(image), base64.encodebytes(image)]
+    request = read(image=images, return_logprobs=[True], return_finish_reason=[False])
+    assert request.images == (image, image)
     assert request.reports == {"logprobs"}
 
 
@@ -84,6 +87,7 @@ def test_images_and_reports() -> None:
         ({"text_input": [b"\xff"]}, "UTF-8"),
         ({"sampling_parameters": [b"{"]}, "JSON"),
         ({"sampling_parameters": [b"3"]}, "object"),
+        ({"sampling_parameters": [b"[" * 100_000]}, "sampling_parameters is not JSON"),
         ({"image": [b"?"]}, "base64"),
         ({"embedding_request": [b"{}"]}, "input"),
         ({"embedding_request": [b'{"input": ["a"]}']}, "input"),

@@ -43,11 +43,6 @@ class ChatFormat(ABC):
         self.stop_ids = stop_ids
         self.segment_roles = segment_roles
 
-    @property
-    def supports_tools(self) -> bool:
-        """Whether a system turn may offer tools, and observations may follow."""
-        return self.call_syntax is not None
-
     @abstractmethod
     def render_turns(
         self,

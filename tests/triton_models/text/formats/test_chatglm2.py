@@ -90,7 +90,7 @@ def test_what_the_format_cannot_say_is_refused_by_name(said: list[Turn], why: st
 def test_only_the_end_of_text_stops_and_nothing_opens_segments() -> None:
     assert FORMAT.stop_ids == {2}
     assert FORMAT.segment_roles == {}
-    assert not FORMAT.supports_tools
+    assert not FORMAT.call_syntax
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_tools_that_grow_beyond_measure_are_refused(tools: list[Any]) -> None:
 def test_stops_and_segments() -> None:
     assert FORMAT.stop_ids == {2, USER, OBSERVATION}
     assert FORMAT.segment_roles == {ASSISTANT: "assistant"}
-    assert FORMAT.supports_tools
+    assert FORMAT.call_syntax
 
 
 @pytest.mark.parametrize("metadata", ["", "get_weather"])

@@ -79,7 +79,7 @@ def test_a_question_has_the_published_ids(chat: ChatFormat, glm4: Tokenizer) -> 
 def test_stop_ids_are_those_of_the_generation_configuration(chat: ChatFormat) -> None:
     assert chat.stop_ids == {RANKS, RANKS + 7, RANKS + 9}
     assert chat.segment_roles == {RANKS + 8: "assistant"}
-    assert chat.supports_tools
+    assert chat.call_syntax
 
 
 def test_the_introduction_is_the_checkpoints_own(glm4: Tokenizer) -> None:

@@ -15,6 +15,6 @@ def test_it_takes_text_and_no_conversation(tmp_path: Path) -> None:
     made = chat_format("template", tokenizer)
     assert made.render_text("hello") == tokenizer.encode("hello")
     assert made.stop_ids == {tokenizer.eos_id}
-    assert not made.supports_tools
+    assert not made.call_syntax
     with pytest.raises(TextError, match="setting `tokenizers`"):
         made.render_turns([Turn("user", "hello")])
