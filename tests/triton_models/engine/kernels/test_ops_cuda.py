@@ -189,8 +189,14 @@ def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.devi
     assert answers[0] == answers[1]
 
 
+def of_one_layer(folder: Path, device: torch.device) -> CausalModel:
+    """Return a model whose largest steps are soon interpreted."""
+    write_native(folder, "qwen2", **(SHAPE | {"num_hidden_layers": 1}))
+    return load_model(folder, torch.float32, device)
+
+
 def test_the_profile_run_leaves_no_trace_in_answers(
-    kernels: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kernels: Backend, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It uses the tables and workspaces that will serve, but not the cache."""
     cached: list[int] = []
@@ -208,7 +214,7 @@ def test_the_profile_run_leaves_no_trace_in_answers(
         cached.append(blocks)
         own(cache, blocks)
 
-    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+    model = of_one_layer(tmp_path, device)
     sampling = SamplingParams(temperature=0.8, seed=1, max_tokens=4)
     answers = []
     for choose in (choose_capacity, after_a_profile_run):
@@ -224,16 +230,17 @@ def test_the_largest_step_without_graphs_runs_in_one_block(
     kernels: Backend, device: torch.device, tmp_path: Path
 ) -> None:
     """A step is longer than a sequence may be, so it is of two."""
-    write_native(tmp_path, "qwen2", **(SHAPE | {"num_hidden_layers": 1}))
-    model = load_model(tmp_path, torch.float32, device)
+    model = of_one_layer(tmp_path, device)
     made = Runner(model, replace(kernels, graphs=False), SMALL, context=32)
     made._cache.keys[:, 1] = 7
     assert made.run_largest() == 0
     assert (made._cache.keys[:, 1] == 7).all()
 
 
-def test_the_largest_steps_run_in_one_block_and_leave_nothing(kernels: Backend, device: torch.device) -> None:
-    model = load_model(GOLDEN / "chatglm3", torch.float32, device)
+def test_the_largest_steps_run_in_one_block_and_leave_nothing(
+    kernels: Backend, device: torch.device, tmp_path: Path
+) -> None:
+    model = of_one_layer(tmp_path, device)
     made = Runner(model, kernels, SMALL, context=64)
     # Prompts of 16, 32 and 40 rows; decodes of 1, 2 and 4, each computed and sampled.
     assert made.run_largest() == 3 + 2 * 3
