@@ -241,17 +241,15 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
         listeners = bind_gateway(settings)
 
         def serve_models(addresses: Sequence[str], ready: "Ready", on_stop: Callable[[], None]) -> int:
-            folders = {name: folder for name, _, folder in (each.partition("=") for each in ready.tokenizers)}
-            models = {name: ModelSettings(entry=name) for name in ready.models}
-            if settings.models_file is not None:
-                models = dict(settings.models)
-            for name, each in models.items():
-                folder = each.tokenizer or folders.get(each.entry)
-                models[name] = each.model_copy(update={"tokenizer": folder})
+            models = settings.models
+            if settings.models_file is None:
+                models = {name: ModelSettings(entry=name) for name in ready.models}
             upstream = {
                 "upstreams": tuple(addresses),
                 "repository_key": SecretStr(ready.repository_key),
                 "models": models,
+                # Not among the models: a changed file of these is read again.
+                "tokenizers": (*ready.tokenizers, *settings.tokenizers),
                 "warn_of_faults": False,  # it is private
                 **({} if limited else {"max_in_flight": settings.max_in_flight * len(addresses)}),
                 **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),
