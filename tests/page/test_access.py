@@ -157,12 +157,11 @@ async def test_a_call_gets_its_result_by_keyboard(opened: Opened) -> None:
         await expect(page.locator(".prose")).to_have_text("You said: rain")
 
 
-async def test_enter_of_an_input_method_does_not_send(opened: Opened) -> None:
+@pytest.mark.parametrize("told", ["isComposing: true", "keyCode: 229"])  # the second: Safari
+async def test_enter_of_an_input_method_does_not_send(opened: Opened, told: str) -> None:
     async with opened() as (page, served):
         await page.fill("#question", "ni hao")
-        pressed = (
-            "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
-        )
+        pressed = f"new KeyboardEvent('keydown', {{key: 'Enter', {told}, bubbles: true, cancelable: true}})"
         await page.evaluate(f"document.getElementById('question').dispatchEvent({pressed})")
         await expect(page.locator("#question")).to_have_value("ni hao")
         assert served.upstream.requests == []
