@@ -54,7 +54,7 @@ from gateway.openai.tokenize import (
     tokenizer_info,
 )
 from gateway.settings import Settings
-from gateway.settings.values import Scope, is_loopback
+from gateway.settings.values import Scope, is_local, is_loopback
 
 _RETRY_AFTER_S = 1
 _EMBEDDED_AT_ONCE = 32
@@ -104,9 +104,12 @@ async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> No
 
 
 async def _site(request: Request, gateway: GatewayDep) -> None:
-    headers = request.headers
-    if _for_metrics_alone(request, gateway.settings) and request.scope["path"] != "/metrics":
-        raise NotFoundError("There is nothing at this path: this port has /metrics alone.")
+    headers, settings = request.headers, gateway.settings
+    if _for_metrics_alone(request, settings):
+        if request.scope["path"] != "/metrics":
+            raise NotFoundError("There is nothing at this path: this port has /metrics alone.")
+        if not is_local(settings.metrics_address or ""):
+            return  # whoever is on its network may read it, by whatever name
     gateway.sites.check(request.method, headers.get("host", ""), headers.get("origin"))
 
 

@@ -138,3 +138,19 @@ async def test_an_address_for_metrics_has_nothing_else() -> None:
         assert (await served.http.get("/health")).status_code == 404
         bearer = {"authorization": "Bearer sk-1"}
         assert (await served.http.get("/v1/models", headers=bearer)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "values", "status"),
+    [
+        ("0.0.0.0", {}, 200),  # noqa: S104 - as in containers, whose Prometheus knows the host by some name
+        ("0.0.0.0", {"api_keys": KEYS, "allowed_hosts": ["chat.example"]}, 200),  # noqa: S104
+        ("127.0.0.1", {}, 403),  # a page that was made to lead here
+    ],
+)
+async def test_an_address_for_metrics_has_the_names_of_its_network(host: str, values: Any, status: int) -> None:
+    (port,) = free_ports(1)
+    async with in_process(FakeUpstream(), metrics_address=f"{host}:{port}", **values) as served:
+        served.http.base_url = httpx.URL(f"http://host.docker.internal:{port}")
+        assert (await served.http.get("/metrics")).status_code == status
+        assert (await served.http.get("/v1/models")).status_code == 404
