@@ -110,9 +110,16 @@ async def test_a_conversation_by_keyboard(opened: Opened) -> None:
         await tab_to(page, ".question .under button:first-of-type", "Shift+Tab")
         await keyboard.press("Enter")
         await keyboard.press("End")
+        await keyboard.type(" pie")
+        await tab_to(page, ".editing button:not(.main)")  # to cancel
+        await keyboard.press("Enter")
+        await expect(page.locator(".said")).to_have_text("apple")
+        await keyboard.press("Enter")
+        await keyboard.press("End")
         await keyboard.type("s")
         await keyboard.press("Enter")
         await expect(page.locator(".prose")).to_have_text("You said: apples")
+        assert len(served.upstream.requests) == 2
         await answered(page)
         await tab_to(page, "#title", "Shift+Tab")
         await keyboard.press("Control+a")

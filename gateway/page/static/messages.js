@@ -33,7 +33,7 @@ function question(message, { at, act }) {
     } }, field, h("div", { class: "row end" }, plain(t("cancel"), back), h("button", { class: "main" }, t("save"))));
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); back(); }
-      if (sends(event)) { event.preventDefault(); form.requestSubmit(); }
+      if (event.target === field && sends(event)) { event.preventDefault(); form.requestSubmit(); }
     });
     element.replaceChildren(form);
     field.focus();
