@@ -56,7 +56,6 @@ from gateway.openai.tokenize import (
 from gateway.settings import Settings
 from gateway.settings.values import Scope, is_local, is_loopback
 
-_RETRY_AFTER_S = 1
 _EMBEDDED_AT_ONCE = 32
 """Texts of one request: enough to fill a batch, and not everybody's places."""
 
@@ -459,5 +458,5 @@ async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str 
     card = gateway.model(name, record.key_name)
     record.model = card.id
     if card.chat_format is None:
-        raise UnavailableError(f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S)
+        raise UnavailableError(f"The model {card.id} has not been reached yet.")
     return respond_with(tokenizer_info(card.chat_format, card.max_context))

@@ -24,7 +24,6 @@ _DAY_S = 86_400
 _DAY_SHIFT = TOKENS_PER_DAY_LIMIT.bit_length()
 _NAMES_MOST = 2 * KEYS_LIMIT
 """Names that a keys file may have had since the start; each takes some 60 bytes per process."""
-_RETRY_AFTER_S = 1
 _LOOK_EVERY_S = 1.0
 
 
@@ -199,8 +198,7 @@ class KeyUse:
     def _busy(self, most: int) -> RateLimitError:
         return RateLimitError(
             f"This API key has {self._in_flight.total()} answers at work or waiting, of {most} that it may"
-            " have.",
-            retry_after_s=_RETRY_AFTER_S,
+            " have."
         )
 
 

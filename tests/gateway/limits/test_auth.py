@@ -148,7 +148,9 @@ async def test_an_address_for_metrics_has_nothing_else() -> None:
         ("127.0.0.1", {}, 403),  # a page that was made to lead here
     ],
 )
-async def test_an_address_for_metrics_has_the_names_of_its_network(host: str, values: Any, status: int) -> None:
+async def test_an_address_for_metrics_has_the_names_of_its_network(
+    host: str, values: Any, status: int
+) -> None:
     (port,) = free_ports(1)
     async with in_process(FakeUpstream(), metrics_address=f"{host}:{port}", **values) as served:
         served.http.base_url = httpx.URL(f"http://host.docker.internal:{port}")
