@@ -146,6 +146,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,  # these sites are named, wherever they are
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
         )
     app.add_middleware(RecordMiddleware, records=app.state.records)
