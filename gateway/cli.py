@@ -12,7 +12,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -241,9 +241,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
         listeners = bind_gateway(settings)
 
         def serve_models(addresses: Sequence[str], ready: "Ready", on_stop: Callable[[], None]) -> int:
-            models = settings.models
-            if settings.models_file is None:
-                models = {name: ModelSettings(entry=name) for name in ready.models}
+            models = _served_by_up(settings, ready)
             upstream = {
                 "upstreams": tuple(addresses),
                 "repository_key": SecretStr(ready.repository_key),
@@ -272,6 +270,19 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     except ListenError as error:
         raise _CannotListen(error, settings) from None
     sys.exit(status)
+
+
+def _served_by_up(settings: Settings, ready: "Ready") -> Mapping[str, ModelSettings]:
+    """Return what is set for each public name; one of no model here would never be ready."""
+    if settings.models_file is None:
+        return {name: ModelSettings(entry=name) for name in ready.models}
+    for name, each in settings.models.items():
+        if not (each.entry in ready.models or each.upstreams):
+            known = ", ".join(ready.models)
+            raise _Misconfigured(
+                f"models.{name}.entry: {each.entry!r} is not served here; these are: {known}"
+            )
+    return settings.models
 
 
 def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: bool) -> str:

@@ -167,6 +167,14 @@ def test_up_serves_the_names_of_a_models_file(served: list[Any], tmp_path: Path)
     assert [*settings.models] == ["pub"]
 
 
+def test_up_refuses_names_of_what_it_does_not_serve(served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {there: {entry: x, upstreams: 'other:1'}, pub: {entry: o}}")
+    status, text = run("up", *KSERVE, "--port", "0", "--models-file", str(file))
+    assert (status, "models.pub.entry: 'o' is not served here; these are: m, n" in text) == (2, True)
+    assert len(served) == 1
+
+
 def test_up_reads_conversations_of_a_changed_models_file_as_before(
     served: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
