@@ -51,12 +51,12 @@ class Keyring:
         models = self._models.get(name) if name is not None else None
         return not models or not models.isdisjoint(model)
 
-    def authorize(self, header: str | None, scope: Scope | None) -> str | None:
+    def authorize(self, header: str | None, scope: Scope) -> str | None:
         """Check the Authorization header and return the key's name; None when no keys are configured.
 
         Args:
             header: the header's value, its bytes read as Latin-1 as ASGI does; None when absent.
-            scope: the one the route needs; None is satisfied by any known key.
+            scope: the one the route needs.
 
         Raises:
             AuthenticationError: no bearer key, or an unknown one.
@@ -75,7 +75,7 @@ class Keyring:
                 found = known
         if found is None:
             raise AuthenticationError("The API key is not known.")
-        if scope is not None and scope not in found.scopes:
+        if scope not in found.scopes:
             raise PermissionDeniedError(f"This API key does not have the scope {scope}.")
         return found.name
 

@@ -45,7 +45,7 @@ def test_known_keys(keyring: Keyring, header: str, name: str) -> None:
 )
 def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
     with pytest.raises(AuthenticationError) as refusal:
-        keyring.authorize(header, None)
+        keyring.authorize(header, Scope.INFERENCE)
     assert "sk-" not in refusal.value.message
 
 
@@ -62,8 +62,8 @@ def test_each_key_is_compared_in_constant_time(presented: str, monkeypatch: pyte
 
     keyring = Keyring([ApiKey.model_validate(key) for key in KEYS])
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare_digest))
-    with contextlib.suppress(AuthenticationError):
-        keyring.authorize(f"Bearer {presented}", None)
+    with contextlib.suppress(AuthenticationError, PermissionDeniedError):
+        keyring.authorize(f"Bearer {presented}", Scope.INFERENCE)
     digest = hashlib.sha256(presented.encode("latin-1")).digest()
     assert [other for _, other in compared] == [digest] * len(KEYS)
     assert {len(each) for each, _ in compared} == {len(digest)}
@@ -78,7 +78,6 @@ async def test_a_key_beyond_ascii_is_sent_as_its_utf8() -> None:
 
 def test_scopes(keyring: Keyring) -> None:
     assert keyring.authorize("Bearer sk-3", Scope.ADMIN) == "operator"
-    assert keyring.authorize("Bearer sk-3", None) == "operator"
     with pytest.raises(PermissionDeniedError):
         keyring.authorize("Bearer sk-3", Scope.INFERENCE)
     with pytest.raises(PermissionDeniedError):
