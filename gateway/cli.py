@@ -7,7 +7,6 @@ should not wait for.
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import json
 import shlex
 import signal
@@ -255,9 +254,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
             return run_gateway(
                 settings.model_copy(update=upstream),
                 listeners=listeners,
-                on_ready=lambda url: click.echo(
-                    greeting(url, [*models], listeners[0], keyed=bool(settings.api_keys))
-                ),
+                on_ready=lambda url: click.echo(greeting(url, [*models], listeners[0], settings)),
                 on_stop=on_stop,
             )
 
@@ -285,7 +282,7 @@ def _served_by_up(settings: Settings, ready: "Ready") -> Mapping[str, ModelSetti
     return settings.models
 
 
-def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: bool) -> str:
+def greeting(url: str, models: Sequence[str], listeners: "Listeners", settings: Settings) -> str:
     """Say in a line each where the gateway and its page are, and a command to copy.
 
     Where keys are needed, the command reads one from $KEY.
@@ -295,13 +292,12 @@ def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: 
     body = json.dumps(
         {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
     )
-    key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
+    key = ' -H "Authorization: Bearer $KEY"' if settings.api_keys else ""
     second = listeners.http[1 : len(listeners.http) - listeners.with_metrics]
     kserve = [f"HTTP {base_url(listener, tls=url.startswith('https:'))}" for listener in second]
     kserve += [f"gRPC {listeners.grpc}"] if listeners.grpc else []
     legacy = f" (for clients of Triton: {', '.join(kserve)})" if kserve else ""
-    # The page is a part of the package that may be left out.
-    page = f"Chat page: {url}/\n" if importlib.util.find_spec("gateway.page") else ""
+    page = f"Chat page: {url}/\n" if settings.chat_page else ""
     return (
         f"\nServing {', '.join(models)} at {url}/v1{legacy}\n{page}"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"

@@ -228,14 +228,18 @@ def test_up_refuses_what_it_cannot(dtype: str, served: list[Any]) -> None:
 
 
 def test_the_greeting_is_a_command(tmp_path: Path) -> None:
-    (alone,) = bind_gateway(settings(workers=1))
+    bare = settings(workers=1, chat_page=False)
+    keyed = settings(api_keys=[{"name": "a", "key": "b"}])
+    (alone,) = bind_gateway(bare)
     (listeners,) = bind_gateway(settings(workers=1, kserve_http_port=0, kserve_grpc_port=0))
-    text = greeting("http://127.0.0.1:1", ["it's", "n"], alone, keyed=False)
+    text = greeting("http://127.0.0.1:1", ["it's", "n"], alone, bare)
     assert "Triton" not in text
+    assert "Chat page" not in text
     command = shlex.split(next(line for line in text.splitlines() if line.startswith("curl")))
     assert command[1] == "http://127.0.0.1:1/v1/chat/completions"
     assert json.loads(command[-1])["model"] == "it's"
-    text = greeting("u", ["m"], listeners, keyed=True)
+    text = greeting("u", ["m"], listeners, keyed)
+    assert "\nChat page: u/\n" in text
     assert "Authorization: Bearer $KEY" in text
     assert f"(for clients of Triton: HTTP {base_url(listeners.http[1])}, gRPC {listeners.grpc})\n" in text
     for each in (alone, listeners):
