@@ -129,3 +129,7 @@ async def test_a_page_that_may_use_the_gateway_is_told_so() -> None:
             assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
         others = await served.http.post(CHAT, json=BODY, headers={"Origin": "http://evil.example"})
         assert others.status_code == 403
+        served.gateway.drain.begin()
+        late = await served.http.post(CHAT, json=BODY, headers=page)
+        assert late.status_code == 503
+        assert late.headers.get("access-control-allow-origin") == "https://page.example"
