@@ -172,3 +172,7 @@ async def test_enter_of_an_input_method_does_not_send(opened: Opened, told: str)
         await page.evaluate(f"document.getElementById('question').dispatchEvent({pressed})")
         await expect(page.locator("#question")).to_have_value("ni hao")
         assert served.upstream.requests == []
+        await page.keyboard.press("Enter")
+        await page.focus("#title")
+        await page.evaluate(f"document.getElementById('title').dispatchEvent({pressed})")
+        await expect(page.locator("#title")).to_be_focused()

@@ -256,7 +256,7 @@ by("title").addEventListener("change", async (event) => {
   showState();
 });
 by("title").addEventListener("keydown", (event) => {
-  if (event.key === "Enter") question.focus();
+  if (sends(event)) question.focus();
 });
 
 const written = (message) => {
