@@ -140,15 +140,16 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     app.state.routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)
-    if settings.cors_origins:
+    app.add_middleware(RecordMiddleware, records=app.state.records)
+    if settings.cors_origins:  # around all: a page must be able to read every answer, a 503 too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,  # these sites are named, wherever they are
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
         )
-    app.add_middleware(RecordMiddleware, records=app.state.records)
     openapi.install(app)
     return app
 

@@ -7,12 +7,11 @@ should not wait for.
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -241,17 +240,13 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
         listeners = bind_gateway(settings)
 
         def serve_models(addresses: Sequence[str], ready: "Ready", on_stop: Callable[[], None]) -> int:
-            folders = {name: folder for name, _, folder in (each.partition("=") for each in ready.tokenizers)}
-            models = {name: ModelSettings(entry=name) for name in ready.models}
-            if settings.models_file is not None:
-                models = dict(settings.models)
-            for name, each in models.items():
-                folder = each.tokenizer or folders.get(each.entry)
-                models[name] = each.model_copy(update={"tokenizer": folder})
+            models = _served_by_up(settings, ready)
             upstream = {
                 "upstreams": tuple(addresses),
                 "repository_key": SecretStr(ready.repository_key),
                 "models": models,
+                # Not among the models: a changed file of these is read again.
+                "tokenizers": (*ready.tokenizers, *settings.tokenizers),
                 "warn_of_faults": False,  # it is private
                 **({} if limited else {"max_in_flight": settings.max_in_flight * len(addresses)}),
                 **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),
@@ -259,9 +254,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
             return run_gateway(
                 settings.model_copy(update=upstream),
                 listeners=listeners,
-                on_ready=lambda url: click.echo(
-                    greeting(url, [*models], listeners[0], keyed=bool(settings.api_keys))
-                ),
+                on_ready=lambda url: click.echo(greeting(url, [*models], listeners[0], settings)),
                 on_stop=on_stop,
             )
 
@@ -276,7 +269,20 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     sys.exit(status)
 
 
-def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: bool) -> str:
+def _served_by_up(settings: Settings, ready: "Ready") -> Mapping[str, ModelSettings]:
+    """Return what is set for each public name; one of no model here would never be ready."""
+    if settings.models_file is None:
+        return {name: ModelSettings(entry=name) for name in ready.models}
+    for name, each in settings.models.items():
+        if not (each.entry in ready.models or each.upstreams):
+            known = ", ".join(ready.models)
+            raise _Misconfigured(
+                f"models.{name}.entry: {each.entry!r} is not served here; these are: {known}"
+            )
+    return settings.models
+
+
+def greeting(url: str, models: Sequence[str], listeners: "Listeners", settings: Settings) -> str:
     """Say in a line each where the gateway and its page are, and a command to copy.
 
     Where keys are needed, the command reads one from $KEY.
@@ -286,13 +292,12 @@ def greeting(url: str, models: Sequence[str], listeners: "Listeners", *, keyed: 
     body = json.dumps(
         {"model": models[0], "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False
     )
-    key = ' -H "Authorization: Bearer $KEY"' if keyed else ""
+    key = ' -H "Authorization: Bearer $KEY"' if settings.api_keys else ""
     second = listeners.http[1 : len(listeners.http) - listeners.with_metrics]
     kserve = [f"HTTP {base_url(listener, tls=url.startswith('https:'))}" for listener in second]
     kserve += [f"gRPC {listeners.grpc}"] if listeners.grpc else []
     legacy = f" (for clients of Triton: {', '.join(kserve)})" if kserve else ""
-    # The page is a part of the package that may be left out.
-    page = f"Chat page: {url}/\n" if importlib.util.find_spec("gateway.page") else ""
+    page = f"Chat page: {url}/\n" if settings.chat_page else ""
     return (
         f"\nServing {', '.join(models)} at {url}/v1{legacy}\n{page}"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n"

@@ -35,18 +35,21 @@ from msgspec import Struct
 class GatewayError(Exception):
     """The base: what a client is told, never a traceback, a path or a secret.
 
-    `param` is the dotted path of the offending field. `retry_after_s` becomes the Retry-After header.
+    `param` is the dotted path of the offending field. `retry_after_s` becomes the Retry-After header; None:
+    the class's.
     """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 class InvalidRequestError(GatewayError):
@@ -145,6 +148,7 @@ class RateLimitError(GatewayError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+    retry_after_s = 1
 
 
 class QuotaError(RateLimitError):
@@ -183,6 +187,7 @@ class UnavailableError(GatewayError):
 
     status = 503
     code = "service_unavailable"
+    retry_after_s = 1
 
 
 class DeadlineError(GatewayError):

@@ -101,9 +101,12 @@ def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], i
     The end of a line that a crash cut off is removed, and without `keep_failed` every line that failed.
 
     Raises:
-        ClientError: another run writes it, or it is no output of a batch.
+        ClientError: it cannot be written, another run writes it, or it is no output of a batch.
     """
-    file = path.open("a+b")
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ClientError(f"cannot write {path}: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import click
 
@@ -175,7 +174,7 @@ def measure(
     help="have answers of exactly that length, where the endpoint can be told so",
 )
 @click.option("--processes", type=click.IntRange(1), help="that send  [default: one a CPU, at most 8]")
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="append rows, as lines")
+@click.option("--json", "file", type=click.File("a", encoding="utf-8"), help="append rows, as lines")
 def bench(
     *,
     url: str,
@@ -189,7 +188,7 @@ def bench(
     rate: tuple[float, ...],
     seconds: float,
     processes: int | None,
-    file: Path | None,
+    file: TextIO | None,
     **same: Any,
 ) -> None:
     """Measure the OpenAI endpoint at URL under load; status 1 if a request failed.
@@ -215,8 +214,8 @@ def bench(
                 for each in rows:
                     measured.append(each)
                     if file is not None:
-                        with file.open("a", encoding="utf-8") as lines:
-                            lines.write(json.dumps(asdict(each.row)) + "\n")
+                        file.write(json.dumps(asdict(each.row)) + "\n")
+                        file.flush()
         except KeyboardInterrupt:
             status = _INTERRUPTED
         except (RuntimeError, ValueError) as error:

@@ -5,6 +5,7 @@ bytes arrive, before anything is decoded.
 """
 
 import asyncio
+import re
 import ssl
 from collections.abc import Callable
 from time import monotonic
@@ -13,8 +14,8 @@ from urllib.parse import urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
-_EVENT_END = b"\n\n"
-_DATA = b"data: "
+_EVENT_END = re.compile(rb"\n\r?\n")  # the line before it may end in \r, too
+_DATA = b"data:"
 _OK = 200
 _SHOWN_BYTES = 300
 
@@ -96,12 +97,12 @@ class Connection(asyncio.Protocol):
         self._complete = True
 
     def _deliver_events(self, now: float) -> None:
-        if self._on_event is None or _EVENT_END not in self._body:
+        if self._on_event is None:
             return
-        *events, self._body = self._body.split(_EVENT_END)
+        *events, self._body = _EVENT_END.split(self._body)
         for event in events:
             if event.startswith(_DATA):
-                self._on_event(now, event[len(_DATA) :])
+                self._on_event(now, event[len(_DATA) :].strip())
 
     def _end(self, error: HttpError | None) -> None:
         if self._answered is None or self._answered.done():
@@ -126,6 +127,7 @@ class Client:
             raise ValueError(f"{url!r} is no http:// or https:// address")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
+        self._named = parts.netloc.rpartition("@")[2]
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._key = f"Authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[Connection] = []
@@ -138,7 +140,7 @@ class Client:
         """
         connection = await self._connection()
         head = (
-            f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nAccept: */*\r\n"
+            f"POST {self._prefix}{path} HTTP/1.1\r\nHost: {self._named}\r\nAccept: */*\r\n"
             f"{self._key}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         try:

@@ -121,7 +121,7 @@ class RecordMiddleware:
             await send(message)
 
         try:
-            await self._records.admit(record, probe=scope["path"] in _PROBES, spare=SPARE in scope["state"])
+            await self._records.admit(record, spare=SPARE in scope["state"])
         except UnavailableError as error:
             record.fail(error)
             response = error_response(error, scope["path"], record.request_id)

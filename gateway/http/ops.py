@@ -26,7 +26,6 @@ from gateway.limits.admission import Phase, shutting_down
 from gateway.openai.document import read_optional_object, validate
 from gateway.telemetry.metrics import CONTENT_TYPE
 
-_RETRY_AFTER_S = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 router = APIRouter()
@@ -46,11 +45,11 @@ async def ready(gateway: GatewayDep) -> Response:
         raise shutting_down()
     missing = gateway.not_ready()
     if missing is None:
-        raise UnavailableError("No model was found on any Triton.", retry_after_s=_RETRY_AFTER_S)
+        raise UnavailableError("No model was found on any Triton.")
     shown = gateway.models(None)  # anybody may ask, also about models that are for certain keys
     if missing:
         named = ", ".join(card.id for card in shown if card.id in missing) or "a model"
-        raise UnavailableError(f"Not ready: {named}.", retry_after_s=_RETRY_AFTER_S)
+        raise UnavailableError(f"Not ready: {named}.")
     models = [card.id for card in shown if card.ready]
     return JSONResponse({"status": "ready", "models": models})
 

@@ -168,6 +168,8 @@ class RequestRecord:
     deadline: float
     metrics: Metrics
     resources: AsyncExitStack
+    probe: bool = False
+    """Polled by machines every few seconds."""
     answer: ExitStack = field(default_factory=ExitStack)
     """What the answer holds until it was sent, which may be later than the request's own end."""
     trace: Trace = field(default_factory=Trace)
@@ -300,7 +302,7 @@ class Records:
             method: HTTP's, or `GRPC`.
             headers: the request's, by lower-case names.
             route: returns the route that it took, for metrics; called when it is over.
-            probe: polled by machines every few seconds.
+            probe: see `RequestRecord`.
         """
         gateway = self._gateway
         async with AsyncExitStack() as resources:
@@ -311,36 +313,37 @@ class Records:
                 deadline=asyncio.get_running_loop().time() + gateway.settings.request_timeout_s,
                 metrics=gateway.metrics,
                 resources=resources,
+                probe=probe,
                 trace=Trace() if probe else gateway.tracing.begin(method, headers),
             )
             resources.callback(current_request_id.reset, current_request_id.set(record.request_id))
             resources.callback(current_trace.reset, current_trace.set(record.trace))
             resources.callback(record.forget_error)
-            resources.callback(self._finish, record, route, probe=probe)
+            resources.callback(self._finish, record, route)
             resources.push(record.answer)
             yield record
 
-    async def admit(self, record: RequestRecord, *, probe: bool = False, spare: bool = False) -> None:
+    async def admit(self, record: RequestRecord, *, spare: bool = False) -> None:
         """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 
         Only what may go to Triton waits: health, metrics and pages are answered during a burst, too.
 
         Raises:
-            UnavailableError: this is no probe, and a drain runs, or it came by a `spare` connection.
+            UnavailableError: it is no probe, and a drain runs, or it came by a `spare` connection.
         """
         drain = self._gateway.drain
-        if drain.phase is not Phase.SERVING and not probe:
+        if drain.phase is not Phase.SERVING and not record.probe:
             record.metrics.rejected.labels(UNKNOWN, "draining").inc()
             raise shutting_down()
-        if spare and not probe:
+        if spare and not record.probe:
             record.metrics.rejected.labels(UNKNOWN, "connections").inc()
             raise too_many_connections()
         drain.enter()
         record.resources.callback(drain.leave)
-        if not (probe or record.method in _READS):
+        if not (record.probe or record.method in _READS):
             await self._pacing.enter()
 
-    def _finish(self, record: RequestRecord, route_of: Callable[[], str], *, probe: bool) -> None:
+    def _finish(self, record: RequestRecord, route_of: Callable[[], str]) -> None:
         """Write the request's metrics, trace and log line, after everything else was released."""
         duration = perf_counter() - record.arrived
         route = route_of()
@@ -363,11 +366,11 @@ class Records:
         if record.error is None and status < HTTPStatus.BAD_REQUEST and not self._sampled():
             return
         if self._gateway.settings.log_format == "plain":
-            if status >= HTTPStatus.BAD_REQUEST and status != ClientGoneError.status and not probe:
+            if status >= HTTPStatus.BAD_REQUEST and status != ClientGoneError.status and not record.probe:
                 _log.warning("%s", failure_line(record, route))
             return
         line = request_line(record, route, duration)
-        _log.log(logging.DEBUG if probe else logging.INFO, "request", extra=line)
+        _log.log(logging.DEBUG if record.probe else logging.INFO, "request", extra=line)
 
     def _sampled(self) -> bool:
         """Decide at random whether a successful request gets its line; clients cannot influence it."""

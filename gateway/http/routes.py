@@ -54,9 +54,8 @@ from gateway.openai.tokenize import (
     tokenizer_info,
 )
 from gateway.settings import Settings
-from gateway.settings.values import Scope, is_loopback
+from gateway.settings.values import Scope, is_local, is_loopback
 
-_RETRY_AFTER_S = 1
 _EMBEDDED_AT_ONCE = 32
 """Texts of one request: enough to fill a batch, and not everybody's places."""
 
@@ -104,9 +103,12 @@ async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> No
 
 
 async def _site(request: Request, gateway: GatewayDep) -> None:
-    headers = request.headers
-    if _for_metrics_alone(request, gateway.settings) and request.scope["path"] != "/metrics":
-        raise NotFoundError("There is nothing at this path: this port has /metrics alone.")
+    headers, settings = request.headers, gateway.settings
+    if _for_metrics_alone(request, settings):
+        if request.scope["path"] != "/metrics":
+            raise NotFoundError("There is nothing at this path: this port has /metrics alone.")
+        if not is_local(settings.metrics_address or ""):
+            return  # whoever is on its network may read it, by whatever name
     gateway.sites.check(request.method, headers.get("host", ""), headers.get("origin"))
 
 
@@ -456,5 +458,5 @@ async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str 
     card = gateway.model(name, record.key_name)
     record.model = card.id
     if card.chat_format is None:
-        raise UnavailableError(f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S)
+        raise UnavailableError(f"The model {card.id} has not been reached yet.")
     return respond_with(tokenizer_info(card.chat_format, card.max_context))

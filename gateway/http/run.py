@@ -159,7 +159,6 @@ class RunningRequest(AsyncIterator[Event]):
         if logits_bytes:
             await self._race(self._gateway.logits.acquire(logits_bytes))
             self._record.answer.callback(self._gateway.logits.release, logits_bytes)
-        self._check()  # a request that ended while it waited is not sent upstream
         generate, first, *more = self._gateway.upstream.generate, *map(self._bounded, generations)
         source = together(generate, [first, *more]) if more else generate(first)
         self._next = source.__anext__
@@ -207,7 +206,8 @@ class RunningRequest(AsyncIterator[Event]):
             GatewayError: as for `start`.
         """
         await self._enter(receive, permits=1, admission=admission)
-        self._check()  # as in `start`
+        if self._error is not None:  # it ended while it did not wait: it is not sent upstream
+            raise self._error
         answer = await self._race(work())
         self._over = True
         return answer
@@ -335,11 +335,6 @@ class RunningRequest(AsyncIterator[Event]):
         """Raise the error given to `end` if that cancelled `task`, and nobody else did at the same time."""
         if self._error is not None and task.uncancel() <= others:
             raise self._error from None
-
-    def _check(self) -> None:
-        """Raise if the request was ended while it was not waiting for anything."""
-        if self._error is not None:
-            raise self._error
 
     def _forget_error(self) -> None:
         """Drop the error, whose traceback refers back to this object; see `RequestRecord.forget_error`."""

@@ -60,7 +60,6 @@ _EXTENSIONS: Final = [
     "parameters",
     "statistics",
 ]
-_RETRY_AFTER_S: Final = 1
 
 
 class _Answer:
@@ -340,7 +339,7 @@ class Door:
 
 
 def _not_reached(card: ModelCard) -> UnavailableError:
-    return UnavailableError(f"The model {card.id} has not been reached yet.", retry_after_s=_RETRY_AFTER_S)
+    return UnavailableError(f"The model {card.id} has not been reached yet.")
 
 
 def _names(card: ModelCard, names: Sequence[str]) -> Sequence[str]:

@@ -192,9 +192,8 @@ class GrpcServer:
         metadata = _metadata_of(context)
         try:
             self._authorize("ModelStreamInfer", metadata)
-        except GatewayError as error:
-            refuse = partial(_refuse, error.with_traceback(None))
-            await context.abort(*await self._serve("ModelStreamInfer", refuse, context, set()))  # its record
+        except GatewayError:  # as there, where it has a record
+            await context.abort(*await self._serve("ModelStreamInfer", partial(_there, b""), context, set()))
         ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
@@ -242,12 +241,12 @@ class GrpcServer:
         among `unsent` then.
         """
         metadata = _metadata_of(context)
-        probe = name in _PROBES
+        route = f"/{_SERVICE}/{name}"
         async with self._records.opened(
-            method="GRPC", headers=metadata, route=lambda: f"/{_SERVICE}/{name}", probe=probe
+            method="GRPC", headers=metadata, route=lambda: route, probe=name in _PROBES
         ) as record:
             try:
-                await self._records.admit(record, probe=probe)
+                await self._records.admit(record)
                 record.key_name = self._authorize(name, metadata)
                 if name in _INFERENCE:
                     check_limits(self._gateway, record, self._gateway.admission)
@@ -322,10 +321,6 @@ def _release(unsent: set[ExitStack]) -> None:
 
 async def _there(data: bytes) -> bytes:
     return data
-
-
-async def _refuse(error: GatewayError) -> bytes:
-    raise error
 
 
 async def _connected() -> Mapping[str, str]:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from gateway.errors import GatewayError, RateLimitError, UnavailableError
 from gateway.limits.counters import SharedCounters
 
-_RETRY_AFTER_S = 1
 _LOOK_EVERY_S = 0.005
 """How often a process whose requests wait looks for permits that another one gave back."""
 _CLOSE_NS = 50_000_000
@@ -127,8 +126,7 @@ class Admission:
     def _full(self) -> RateLimitError:
         return RateLimitError(
             f"The gateway is full: {self._held.total()} {self._work} at work, "
-            f"{self._queued.total()} requests wait.",
-            retry_after_s=_RETRY_AFTER_S,
+            f"{self._queued.total()} requests wait."
         )
 
     def _possible(self, permits: int) -> int:
@@ -315,9 +313,9 @@ class Drain:
 
 def shutting_down() -> UnavailableError:
     """Return the error for requests during a drain."""
-    return UnavailableError("The gateway is shutting down.", retry_after_s=_RETRY_AFTER_S)
+    return UnavailableError("The gateway is shutting down.")
 
 
 def too_many_connections() -> UnavailableError:
     """Return the error for requests on connections beyond the bound."""
-    return UnavailableError("The gateway has too many connections.", retry_after_s=_RETRY_AFTER_S)
+    return UnavailableError("The gateway has too many connections.")

@@ -13,7 +13,6 @@ from gateway.limits.counters import SharedCounters
 
 T = TypeVar("T")
 
-_RETRY_AFTER_S = 1
 _LARGE_BYTES = 256 * 2**10
 """What is smaller is read within milliseconds."""
 _WIDEST = 4
@@ -71,7 +70,7 @@ class Bodies:
             RateLimitError: they would exceed the limit; nothing was counted.
         """
         if not self._held.add_within(count, self._most):
-            raise RateLimitError("Too many requests are being sent at once.", retry_after_s=_RETRY_AFTER_S)
+            raise RateLimitError("Too many requests are being sent at once.")
 
     def release(self, count: int) -> None:
         """Uncount bytes."""

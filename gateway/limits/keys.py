@@ -24,7 +24,6 @@ _DAY_S = 86_400
 _DAY_SHIFT = TOKENS_PER_DAY_LIMIT.bit_length()
 _NAMES_MOST = 2 * KEYS_LIMIT
 """Names that a keys file may have had since the start; each takes some 60 bytes per process."""
-_RETRY_AFTER_S = 1
 _LOOK_EVERY_S = 1.0
 
 
@@ -52,12 +51,12 @@ class Keyring:
         models = self._models.get(name) if name is not None else None
         return not models or not models.isdisjoint(model)
 
-    def authorize(self, header: str | None, scope: Scope | None) -> str | None:
+    def authorize(self, header: str | None, scope: Scope) -> str | None:
         """Check the Authorization header and return the key's name; None when no keys are configured.
 
         Args:
             header: the header's value, its bytes read as Latin-1 as ASGI does; None when absent.
-            scope: the one the route needs; None is satisfied by any known key.
+            scope: the one the route needs.
 
         Raises:
             AuthenticationError: no bearer key, or an unknown one.
@@ -76,7 +75,7 @@ class Keyring:
                 found = known
         if found is None:
             raise AuthenticationError("The API key is not known.")
-        if scope is not None and scope not in found.scopes:
+        if scope not in found.scopes:
             raise PermissionDeniedError(f"This API key does not have the scope {scope}.")
         return found.name
 
@@ -199,8 +198,7 @@ class KeyUse:
     def _busy(self, most: int) -> RateLimitError:
         return RateLimitError(
             f"This API key has {self._in_flight.total()} answers at work or waiting, of {most} that it may"
-            " have.",
-            retry_after_s=_RETRY_AFTER_S,
+            " have."
         )
 
 

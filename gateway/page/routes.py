@@ -6,19 +6,19 @@ key that the user gave it. Nothing here knows models, requests or metrics.
 
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+_STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "txt": "text/plain; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
 }
 """Of what is served, by the ends of names; other files are not."""
 _INDEX: Final = "index.html"
@@ -36,16 +36,6 @@ _HEADERS: Final = {
 }
 
 
-def _files(folder: Traversable, prefix: str = "") -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            found |= _files(entry, f"{prefix}{entry.name}/")
-        elif entry.name.rpartition(".")[2] in _TYPES:
-            found[prefix + entry.name] = entry.read_bytes()
-    return found
-
-
 def _route(body: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     headers = _HEADERS | {"ETag": f'"{sha256(body).hexdigest()[:16]}"'}
 
@@ -60,7 +50,9 @@ def _route(body: bytes, media_type: str) -> Callable[[Request], Awaitable[Respon
 def page_router() -> APIRouter:
     """Return a route for each file of the page, which are read here, once."""
     router = APIRouter(include_in_schema=False, default_response_class=Response)
-    for name, body in sorted(_files(files(__package__) / "static").items()):
-        path = "/" if name == _INDEX else f"/page/{name}"
-        router.add_api_route(path, _route(body, _TYPES[name.rpartition(".")[2]]))
+    for file in sorted(_STATIC.rglob("*")):
+        if file.suffix in _TYPES:
+            name = file.relative_to(_STATIC).as_posix()
+            path = "/" if name == _INDEX else f"/page/{name}"
+            router.add_api_route(path, _route(file.read_bytes(), _TYPES[file.suffix]))
     return router

@@ -213,12 +213,13 @@ async def until_stopped(signals: "asyncio.Queue[int]", hand_over: HandOver | Non
         starting = asyncio.ensure_future(hand_over())
         stop = asyncio.create_task(next_end(signals))
         await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if stop.done() and not starting.done():
+        handed_over = starting.done() and starting.result()
+        if stop.done() and not handed_over:
             starting.cancel()
             await asyncio.wait({starting})
             return False
-        if starting.result():
+        stop.cancel()
+        if handed_over:
             return True
     return False
 

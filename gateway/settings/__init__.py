@@ -354,7 +354,7 @@ class Settings(BaseSettings):
         return given.model_copy(
             update={
                 "upstreams": given.upstreams or self.upstreams,
-                "tokenizer": given.tokenizer or of_name(self.tokenizers, name, given.entry),
+                "tokenizer": given.tokenizer or of_name(self.tokenizers, given.entry, name),
                 "contract": given.contract or (Contract(contract) if contract else None),
             }
         )

@@ -17,7 +17,7 @@ Relabel = Callable[[Labels], Labels | None]
 
 _PREFIX: Final = "tritongate_"
 _GENERATING: Final = frozenset(
-    {"completions", "responses", "infer", "Predict", "ModelInfer", "ModelStreamInfer"}
+    {"completions", "responses", "messages", "infer", "Predict", "ModelInfer", "ModelStreamInfer"}
 )
 """How the routes end that generate text."""
 _REASONS: Final = {"tool_calls": "stop"}

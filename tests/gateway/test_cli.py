@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 import gateway.cli
 from gateway.cli import greeting, main
 from gateway.commands.check import Finding
 from gateway.process.listeners import base_url, bind, bind_gateway, claim
-from gateway.settings import Settings, settings_table
+from gateway.settings import Settings, reload, settings_table
 from gateway.settings.values import Scope, revealed
 from gateway.up import Replica, triton_command
 from tests.gateway.serving import settings
@@ -166,6 +167,35 @@ def test_up_serves_the_names_of_a_models_file(served: list[Any], tmp_path: Path)
     assert [*settings.models] == ["pub"]
 
 
+def test_up_refuses_names_of_what_it_does_not_serve(served: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {there: {entry: x, upstreams: 'other:1'}, pub: {entry: o}}")
+    status, text = run("up", *KSERVE, "--port", "0", "--models-file", str(file))
+    assert (status, "models.pub.entry: 'o' is not served here; these are: m, n" in text) == (2, True)
+    assert len(served) == 1
+
+
+def test_up_reads_conversations_of_a_changed_models_file_as_before(
+    served: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folders = tmp_path / "models.yaml", {name: tmp_path / name for name in ("m", "n", "own")}
+    for each in folders.values():
+        each.mkdir()
+    tokenizers = [f"{name}={folders[name]}" for name in ("m", "n")]
+    monkeypatch.setattr(sys.modules[__name__], "READY", structs.replace(READY, tokenizers=tokenizers))
+    file.write_text("models: {m: {entry: n}, pub: {entry: m}}")
+    arguments = ["up", *KSERVE, "--port", "0", "--models-file", str(file)]
+    assert run(*arguments)[0] == 0
+    settings = served[-1]
+    assert reload(settings, "models").models == settings.models
+    file.write_text("models: {m: {entry: n}, pub: {entry: m}, more: {entry: m}}")
+    changed = reload(settings, "models")
+    found = {name: changed.model(name).tokenizer for name in changed.models}
+    assert found == {"m": str(folders["n"]), "pub": str(folders["m"]), "more": str(folders["m"])}
+    assert run(*arguments, "--tokenizers", f"m={folders['own']}")[0] == 0
+    assert served[-1].model("pub").tokenizer == str(folders["own"])
+
+
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
     assert run("up", "--port", "0", *KSERVE, "--drain-s", "1", "--log-level", "info")[0] == 0
     assert (served[1].drain_s, served[1].log_level) == (1.0, "info")
@@ -198,14 +228,18 @@ def test_up_refuses_what_it_cannot(dtype: str, served: list[Any]) -> None:
 
 
 def test_the_greeting_is_a_command(tmp_path: Path) -> None:
-    (alone,) = bind_gateway(settings(workers=1))
+    bare = settings(workers=1, chat_page=False)
+    keyed = settings(api_keys=[{"name": "a", "key": "b"}])
+    (alone,) = bind_gateway(bare)
     (listeners,) = bind_gateway(settings(workers=1, kserve_http_port=0, kserve_grpc_port=0))
-    text = greeting("http://127.0.0.1:1", ["it's", "n"], alone, keyed=False)
+    text = greeting("http://127.0.0.1:1", ["it's", "n"], alone, bare)
     assert "Triton" not in text
+    assert "Chat page" not in text
     command = shlex.split(next(line for line in text.splitlines() if line.startswith("curl")))
     assert command[1] == "http://127.0.0.1:1/v1/chat/completions"
     assert json.loads(command[-1])["model"] == "it's"
-    text = greeting("u", ["m"], listeners, keyed=True)
+    text = greeting("u", ["m"], listeners, keyed)
+    assert "\nChat page: u/\n" in text
     assert "Authorization: Bearer $KEY" in text
     assert f"(for clients of Triton: HTTP {base_url(listeners.http[1])}, gRPC {listeners.grpc})\n" in text
     for each in (alone, listeners):

@@ -110,9 +110,16 @@ async def test_a_conversation_by_keyboard(opened: Opened) -> None:
         await tab_to(page, ".question .under button:first-of-type", "Shift+Tab")
         await keyboard.press("Enter")
         await keyboard.press("End")
+        await keyboard.type(" pie")
+        await tab_to(page, ".editing button:not(.main)")  # to cancel
+        await keyboard.press("Enter")
+        await expect(page.locator(".said")).to_have_text("apple")
+        await keyboard.press("Enter")
+        await keyboard.press("End")
         await keyboard.type("s")
         await keyboard.press("Enter")
         await expect(page.locator(".prose")).to_have_text("You said: apples")
+        assert len(served.upstream.requests) == 2
         await answered(page)
         await tab_to(page, "#title", "Shift+Tab")
         await keyboard.press("Control+a")
@@ -157,12 +164,15 @@ async def test_a_call_gets_its_result_by_keyboard(opened: Opened) -> None:
         await expect(page.locator(".prose")).to_have_text("You said: rain")
 
 
-async def test_enter_of_an_input_method_does_not_send(opened: Opened) -> None:
+@pytest.mark.parametrize("told", ["isComposing: true", "keyCode: 229"])  # the second: Safari
+async def test_enter_of_an_input_method_does_not_send(opened: Opened, told: str) -> None:
     async with opened() as (page, served):
         await page.fill("#question", "ni hao")
-        pressed = (
-            "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
-        )
+        pressed = f"new KeyboardEvent('keydown', {{key: 'Enter', {told}, bubbles: true, cancelable: true}})"
         await page.evaluate(f"document.getElementById('question').dispatchEvent({pressed})")
         await expect(page.locator("#question")).to_have_value("ni hao")
         assert served.upstream.requests == []
+        await page.keyboard.press("Enter")
+        await page.focus("#title")
+        await page.evaluate(f"document.getElementById('title').dispatchEvent({pressed})")
+        await expect(page.locator("#title")).to_be_focused()

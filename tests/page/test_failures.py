@@ -60,7 +60,10 @@ async def wired(port: int) -> AsyncIterator[tuple[str, Wire, asyncio.Server]]:
             RateLimitError("The queue is full.", retry_after_s=7),
             "Too many requests right now. Try again in 7 s.",
         ),
-        (RateLimitError("The queue is full."), "Too many requests right now. Try again in a moment."),
+        (
+            RateLimitError("The queue is full.", retry_after_s=0),
+            "Too many requests right now. Try again in a moment.",
+        ),
         (ContextLengthError("65 tokens are too many."), "longer than the model can read"),
         (UnavailableError("Not ready: glm."), "No model can answer right now"),
     ],

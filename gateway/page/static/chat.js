@@ -1,7 +1,7 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
 import { call } from "./api.js";
-import { by, download, h, toast } from "./dom.js";
+import { by, download, h, sends, toast } from "./dom.js";
 import { messageElement } from "./messages.js";
 import { all, choice, put, remove } from "./store.js";
 import { t } from "./words.js";
@@ -218,8 +218,7 @@ by("composer").addEventListener("submit", (event) => {
   answer(current);
 });
 question.addEventListener("keydown", (event) => {
-  // While an input method composes, Enter chooses among its candidates.
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (sends(event)) {
     event.preventDefault();
     by("composer").requestSubmit();
   }
@@ -257,7 +256,7 @@ by("title").addEventListener("change", async (event) => {
   showState();
 });
 by("title").addEventListener("keydown", (event) => {
-  if (event.key === "Enter") question.focus();
+  if (sends(event)) question.focus();
 });
 
 const written = (message) => {

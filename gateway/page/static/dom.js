@@ -26,6 +26,9 @@ function set(element, properties) {
   }
 }
 
+/** Whether a key sends what was typed. While an input method composes, Enter chooses among its candidates; 229: Safari tells so alone. */
+export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+
 /** Let the user save `text` as a file. */
 export function download(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));

@@ -1,6 +1,6 @@
 // How messages look. What they do is handed in as `act`.
 import { explain } from "./api.js";
-import { h } from "./dom.js";
+import { h, sends } from "./dom.js";
 import { copy, render } from "./markdown.js";
 import { t } from "./words.js";
 
@@ -33,7 +33,7 @@ function question(message, { at, act }) {
     } }, field, h("div", { class: "row end" }, plain(t("cancel"), back), h("button", { class: "main" }, t("save"))));
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") { event.stopPropagation(); back(); }
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
+      if (event.target === field && sends(event)) { event.preventDefault(); form.requestSubmit(); }
     });
     element.replaceChildren(form);
     field.focus();

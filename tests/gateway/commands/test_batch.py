@@ -142,6 +142,8 @@ def test_wrong_output_is_left_alone(tmp_path: Path) -> None:
     with out.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "another run" in run(source, out, "--url", "http://127.0.0.1:9")[1]
+    absent = tmp_path / "absent" / "out"
+    assert f"cannot write {absent}: No such file" in run(source, absent, "--url", "http://127.0.0.1:9")[1]
 
 
 async def test_ctrl_c_lets_finish_what_was_asked(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ async def test_an_open_loop_and_an_endpoint_that_is_told_less() -> None:
     assert refused[0] == 1
     assert "status 404" in refused[1]
     assert run("--clients", "x")[0] == 2
+    status, text = run("--model", "m", "--json", "/absent/rows")  # before anything is asked
+    assert (status, "'/absent/rows': No such file" in text) == (2, True)
 
 
 async def test_mixed_lengths_and_further_fields() -> None:

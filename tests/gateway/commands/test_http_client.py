@@ -62,6 +62,15 @@ async def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
     assert requests == [b"connection", *[b"POST /x HTTP/1.1\r\n"] * 2]
 
 
+@pytest.mark.parametrize("size", [1, 2, 1000])
+async def test_events_are_read_however_a_server_writes_lines(size: int) -> None:
+    events = b"data: one\r\n\r\n: ping\r\n\r\ndata:two\n\ndata:  three\r\n\r\n"
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(events), events)
+    pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+    async with serving(lambda: pieces) as (client, _):
+        assert await ask(client) == ([b"one", b"two", b"three"], b"")
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 async def test_a_plain_answer_is_returned(size: int) -> None:
     pieces = [WHOLE[at : at + size] for at in range(0, len(WHOLE), size)]
@@ -98,7 +107,8 @@ async def test_nobody_there_is_an_error() -> None:
         Client("ftp://x")
 
 
-async def test_a_key_and_a_path_are_sent() -> None:
+@pytest.mark.parametrize(("address", "host"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+async def test_host_key_and_path_are_sent(address: str, host: str) -> None:
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,12 +116,14 @@ async def test_a_key_and_a_path_are_sent() -> None:
         writer.write(WHOLE)
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/behind/v1/", "sk-1")
+    server = await asyncio.start_server(serve, address, 0)
+    place = f"{host}:{server.sockets[0].getsockname()[1]}"
+    client = Client(f"http://{place}/behind/v1/", "sk-1")
     await ask(client)
     client.close()
     server.close()
     assert heads[0].startswith(b"POST /behind/x HTTP/1.1\r\n")
+    assert b"\r\nHost: %b\r\n" % place.encode() in heads[0]
     assert b"\r\nAuthorization: Bearer sk-1\r\n" in heads[0]
 
 

@@ -1,5 +1,8 @@
+from collections.abc import Iterator
+
 import pytest
 
+from gateway.errors import GatewayError, RateLimitError
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, MESSAGES, in_process, on_socket
 
@@ -93,3 +96,15 @@ async def test_head_is_answered_as_get_without_a_body(path: str) -> None:
         assert (await served.http.get("/version")).status_code == 200
         assert (await served.http.head(CHAT)).status_code == 405
         assert (await served.http.head("/nope")).status_code == 404
+
+
+def kinds(of: type[GatewayError]) -> Iterator[type[GatewayError]]:
+    yield of
+    for each in of.__subclasses__():
+        yield from kinds(each)
+
+
+def test_whoever_may_come_again_is_told_when() -> None:
+    told = {kind.status: kind("why").retry_after_s is not None for kind in kinds(GatewayError)}
+    assert {status for status, is_told in told.items() if is_told} == {429, 503}
+    assert RateLimitError("why", retry_after_s=7).retry_after_s == 7

@@ -113,6 +113,13 @@ async def test_a_page_that_may_use_the_gateway_is_told_so() -> None:
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://page.example"
         assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
+        inward = await served.http.options(
+            CHAT, headers=asked | {"Access-Control-Request-Private-Network": "true"}
+        )
+        assert (inward.status_code, inward.headers.get("access-control-allow-private-network")) == (
+            200,
+            "true",
+        )
         refused = await served.http.options(CHAT, headers=asked | {"Origin": "http://evil.example"})
         assert "access-control-allow-origin" not in refused.headers
         for body, status in ((BODY, 200), (BODY | {"stream": True}, 200), ({}, 400)):
@@ -122,3 +129,7 @@ async def test_a_page_that_may_use_the_gateway_is_told_so() -> None:
             assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
         others = await served.http.post(CHAT, json=BODY, headers={"Origin": "http://evil.example"})
         assert others.status_code == 403
+        served.gateway.drain.begin()
+        late = await served.http.post(CHAT, json=BODY, headers=page)
+        assert late.status_code == 503
+        assert late.headers.get("access-control-allow-origin") == "https://page.example"

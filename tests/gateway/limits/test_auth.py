@@ -45,7 +45,7 @@ def test_known_keys(keyring: Keyring, header: str, name: str) -> None:
 )
 def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
     with pytest.raises(AuthenticationError) as refusal:
-        keyring.authorize(header, None)
+        keyring.authorize(header, Scope.INFERENCE)
     assert "sk-" not in refusal.value.message
 
 
@@ -62,8 +62,8 @@ def test_each_key_is_compared_in_constant_time(presented: str, monkeypatch: pyte
 
     keyring = Keyring([ApiKey.model_validate(key) for key in KEYS])
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare_digest))
-    with contextlib.suppress(AuthenticationError):
-        keyring.authorize(f"Bearer {presented}", None)
+    with contextlib.suppress(AuthenticationError, PermissionDeniedError):
+        keyring.authorize(f"Bearer {presented}", Scope.INFERENCE)
     digest = hashlib.sha256(presented.encode("latin-1")).digest()
     assert [other for _, other in compared] == [digest] * len(KEYS)
     assert {len(each) for each, _ in compared} == {len(digest)}
@@ -78,7 +78,6 @@ async def test_a_key_beyond_ascii_is_sent_as_its_utf8() -> None:
 
 def test_scopes(keyring: Keyring) -> None:
     assert keyring.authorize("Bearer sk-3", Scope.ADMIN) == "operator"
-    assert keyring.authorize("Bearer sk-3", None) == "operator"
     with pytest.raises(PermissionDeniedError):
         keyring.authorize("Bearer sk-3", Scope.INFERENCE)
     with pytest.raises(PermissionDeniedError):
@@ -138,3 +137,21 @@ async def test_an_address_for_metrics_has_nothing_else() -> None:
         assert (await served.http.get("/health")).status_code == 404
         bearer = {"authorization": "Bearer sk-1"}
         assert (await served.http.get("/v1/models", headers=bearer)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "values", "status"),
+    [
+        ("0.0.0.0", {}, 200),  # noqa: S104 - as in containers, whose Prometheus knows the host by some name
+        ("0.0.0.0", {"api_keys": KEYS, "allowed_hosts": ["chat.example"]}, 200),  # noqa: S104
+        ("127.0.0.1", {}, 403),  # a page that was made to lead here
+    ],
+)
+async def test_an_address_for_metrics_has_the_names_of_its_network(
+    host: str, values: Any, status: int
+) -> None:
+    (port,) = free_ports(1)
+    async with in_process(FakeUpstream(), metrics_address=f"{host}:{port}", **values) as served:
+        served.http.base_url = httpx.URL(f"http://host.docker.internal:{port}")
+        assert (await served.http.get("/metrics")).status_code == status
+        assert (await served.http.get("/v1/models")).status_code == 404

@@ -117,6 +117,17 @@ async def test_a_signal_while_the_successor_starts_ends_both(
     assert set(psutil.Process().children()) <= before
 
 
+async def test_a_signal_as_the_successor_fails_is_not_lost() -> None:
+    async def fails() -> bool:
+        return False
+
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signals.put_nowait(number)
+    async with asyncio.timeout(5):
+        assert not await until_stopped(signals, fails)
+
+
 async def test_one_that_has_failed_may_be_tried_again() -> None:
     signals: asyncio.Queue[int] = asyncio.Queue()
     results = iter([False, True])

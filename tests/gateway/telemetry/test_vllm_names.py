@@ -30,7 +30,13 @@ def busy(number: int, *states: UpstreamState, vllm_names: bool = True) -> Metric
     metrics.upstreams.look = lambda: states
     metrics.waiting.labels("m").set(2)
     metrics.in_flight.labels("m").set(10)
-    for route, seconds in (("/v1/chat/completions", 1), ("/v1/responses", 2), ("/tokenize", 4)):
+    for route, seconds in (
+        ("/v1/chat/completions", 1),
+        ("/v1/responses", 2),
+        ("/v1/messages", 0.5),
+        ("/v1/messages/count_tokens", 4),
+        ("/tokenize", 4),
+    ):
         metrics.request_duration.labels(route, "m").observe(seconds)
     metrics.request_duration.labels("/v1/responses", "unknown").observe(8)
     for reason in ("stop", "tool_calls", "length"):
@@ -55,10 +61,10 @@ def test_what_a_lone_process_reports() -> None:
     assert of(samples, "num_requests_waiting", **m) == 2 + 3 + 1
     assert of(samples, "num_requests_running", **m) == 10 - 3 - 1
     assert of(samples, "kv_cache_usage_perc", **m) == 0.375
-    assert of(samples, "e2e_request_latency_seconds_count", **m) == 2
-    assert of(samples, "e2e_request_latency_seconds_sum", **m) == 3
-    assert of(samples, "e2e_request_latency_seconds_bucket", le="1.0", **m) == 1
-    assert of(samples, "e2e_request_latency_seconds_bucket", le="+Inf", **m) == 2
+    assert of(samples, "e2e_request_latency_seconds_count", **m) == 3
+    assert of(samples, "e2e_request_latency_seconds_sum", **m) == 3.5
+    assert of(samples, "e2e_request_latency_seconds_bucket", le="1.0", **m) == 2
+    assert of(samples, "e2e_request_latency_seconds_bucket", le="+Inf", **m) == 3
     assert of(samples, "request_success_total", finished_reason="stop", **m) == 2
     assert of(samples, "request_success_total", finished_reason="length", **m) == 1
     assert of(samples, "prompt_tokens_total", **m) == 7
