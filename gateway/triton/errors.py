@@ -214,6 +214,13 @@ _TEXTS = [
     (re.compile(r"Failed \"execute_batch\"|Internal error from Core"), Fault.UNREACHABLE),
 ]
 
+_TOO_LONG = re.compile(
+    r"(?<![^.:\n])[^.:\n]*(?:longer than the maximum model length|maximum context length is"
+    r"|too long to fit into the model)[^\n]*"
+    r"|Prompt length \(\d+\) exceeds maximum (?:input|sequence) length \(\d+\)"
+)
+"""What vLLM, from 0.6 to 0.33, and TensorRT-LLM say, inside a text, of a prompt too long."""
+
 # Clients choose request ids, which may hold a bracket but never a space.
 _REQUEST_ID = re.compile(r"\[request id: \S*\] ")
 
@@ -270,6 +277,10 @@ def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
     lost connection) and a stream's texts have no status.
     """
     refusal = parse_refusal(text)
+    if refusal is None or refusal[0] is RefusalCode.INVALID_REQUEST:  # as of an entry of ours around vLLM
+        too_long = _TOO_LONG.search(text)
+        if too_long is not None:
+            return TritonError(Fault.CONTEXT_LENGTH, text, message=too_long[0].strip()[:MESSAGE_LIMIT])
     if refusal is not None:
         fault = _REFUSALS[refusal[0]]
         words = refusal[1].partition("\n")[0][:MESSAGE_LIMIT] if fault.value.own_words else None

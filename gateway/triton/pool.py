@@ -378,14 +378,11 @@ async def _plain_events(
         idle_timeout_s=idle_timeout_s,
         headers=headers,
     )
-    try:
-        async with contextlib.aclosing(responses):
-            async for response in responses:
-                for event in decoder.decode(response):
-                    yield event
-                if decoder.over:
-                    break  # which cancels the rest
-    except TritonError as error:
-        raise error if dialect.explain is None else dialect.explain(error) from error.__cause__
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            for event in decoder.decode(response):
+                yield event
+            if decoder.over:
+                break  # which cancels the rest
     for event in await asyncio.to_thread(decoder.end) if dialect.counts_at_end else decoder.end():
         yield event

@@ -193,3 +193,44 @@ async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> N
     ):
         told = classify(f"tritongate:{code}: {words}").to_gateway(request)
         assert (told.message, told.param) == (words, param)
+
+
+OFFICIAL = "Error generating stream: "
+OURS = "tritongate:invalid_request: "
+TENSORRT = "Encountered an error when fetching new request: "
+TOO_LONG = [
+    "The decoder prompt (length 2000) is longer than the maximum model length of 1024. Make sure that `max",
+    "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input",
+    "Prompt length of 2000 is longer than the maximum model length of 1024",
+    "The prompt (total length 2000) is too long to fit into the model (context length 1024)",
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "after"),
+    [
+        *((before, text, "") for before in (OFFICIAL, OURS, OFFICIAL + "In /x.py: ") for text in TOO_LONG),
+        *(
+            (TENSORRT, f"Prompt length (9) exceeds maximum {what} length (8)", ". Set (/cpp/llmRequest.h:9)")
+            for what in ("input", "sequence")
+        ),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_told_in_the_backends_words(
+    before: str, words: str, after: str
+) -> None:
+    """Of a text to be continued and of one to be embedded."""
+    error = classify(before + words + after)
+    assert (error.fault, error.to_gateway().message) == (Fault.CONTEXT_LENGTH, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Error generating stream: CUDA error", Fault.UNKNOWN),
+        (OURS + "top_p must be in (0, 1]", Fault.INVALID_REQUEST),
+        ("tritongate:internal: maximum context length is", Fault.INTERNAL),
+    ],
+)
+def test_other_errors_of_backends_are_not_about_the_context(text: str, fault: Fault) -> None:
+    assert classify(text).fault is fault
