@@ -130,8 +130,8 @@ class TextAnswer:
 
     @property
     def over(self) -> bool:
-        """See `AnswerDecoder.over`: whether every choice has ended with the only call that it may have."""
-        return all(choice.marks.over for choice in self._choices)
+        """See `AnswerDecoder.over`: whether every choice came to a stop string, or to its only call."""
+        return all(choice.stopped_by is not None or choice.marks.over for choice in self._choices)
 
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:
         """Return `Accepted` the first time: the backend began to answer.
