@@ -1,5 +1,6 @@
 """Writes the input tensors of a request and reads the output tensors of a response, whatever their names."""
 
+import secrets
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
@@ -88,14 +89,14 @@ class Tensors:
         """
         for name, datatype in datatypes.items():
             value = getattr(generation, name)
+            changes = value != DEFAULTS[name]
+            if value is None and name == "seed":
+                value = secrets.randbits(63)  # without one, the same prompt has the same answer every time
             if value is None or (name == "top_k" and not value):
                 continue
             if datatype == "UINT64":
                 value %= 2**64  # ours are signed
-            if (
-                not any(self.numbers(each, datatype, value, param=name) for each in names(name))
-                and value != DEFAULTS[name]
-            ):
+            if not any(self.numbers(each, datatype, value, param=name) for each in names(name)) and changes:
                 raise InvalidRequestError(f"The model's backend does not have {name!r}.", param=name)
 
     def _put(self, name: str, datatype: str, count: int, raw: bytes, *, rows: tuple[int, ...] = ()) -> bool:
