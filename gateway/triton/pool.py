@@ -210,8 +210,7 @@ class TritonUpstream:
                     yield
         while attempts.started:
             replicas = self._find(request.model)
-            ready = [each for each in replicas if each.state is ReplicaState.READY and not each.yielding]
-            if any(each not in attempts.tried for each in ready):
+            if attempts.able(replicas):
                 return
             attempts.tried.clear()  # after a pause, those that failed may be asked again
             unloaded = replicas and all(each.state is ReplicaState.UNLOADED for each in replicas)
@@ -253,9 +252,7 @@ class TritonUpstream:
         """
         # Looked up for each attempt: the pool may have been closed meanwhile.
         replicas = self._find(attempts.request.model)
-        replica = attempts.choose(
-            [each for each in replicas if each not in attempts.tried and not each.yielding]
-        )
+        replica = attempts.choose(replicas)
         if replica is None:
             raise unable(replicas).to_gateway()
         try:
@@ -287,10 +284,7 @@ class TritonUpstream:
             return  # only the end of the call failed
         if attempts.started and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
             return
-        another = len(attempts.called) < _ATTEMPTS_LIMIT and any(
-            each.state is ReplicaState.READY and each not in attempts.tried
-            for each in self._find(request.model)
-        )
+        another = len(attempts.called) < _ATTEMPTS_LIMIT and attempts.able(self._find(request.model))
         if attempts.started or attempts.delivered or not treatment.failover or not another:
             raise error.to_gateway(request) from error
 
