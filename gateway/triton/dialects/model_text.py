@@ -140,8 +140,8 @@ class ModelText:
             strings=prompt.strings,
         )
 
-    def text(self, prompt: Prompt, field_name: str | None = None) -> str:
-        """Return a prompt as the text that a backend tokenizes.
+    def text(self, prompt: Prompt, field_name: str | None = None, *, answer_next: bool = True) -> str:
+        """Return a prompt as the text that a backend tokenizes; `answer_next` as in `Tokenization`.
 
         Raises:
             InvalidRequestError: the model takes no such prompt.
@@ -150,14 +150,14 @@ class ModelText:
             case PlainText(text):
                 return text
             case Conversation() if self.vocabulary is not None:
-                return self.vocabulary.for_text_backend(self.written(prompt))
+                return self.vocabulary.for_text_backend(self.written(prompt, answer_next=answer_next))
             case Conversation():
-                return self.written(prompt)
+                return self.written(prompt, answer_next=answer_next)
         raise InvalidRequestError(
             "The model's backend takes prompts as text only.", param=field_name or "prompt"
         )
 
-    def written(self, prompt: Conversation) -> str:
+    def written(self, prompt: Conversation, *, answer_next: bool = True) -> str:
         """Return a conversation as the model's template writes it.
 
         Raises:
@@ -173,18 +173,16 @@ class ModelText:
                 "The model's backend cannot be made to call a tool; auto and none can be chosen.",
                 param=offer.choice_field,
             )
-        return self.template.render(prompt)
+        return self.template.render(prompt, answer_next=answer_next)
 
-    def encoded(
-        self, prompt: Prompt, field_name: str | None = None, *, prefix: bool = True
-    ) -> RenderedPrompt:
+    def encoded(self, prompt: Prompt, field_name: str | None = None) -> RenderedPrompt:
         """Return a prompt with its ids; a template writes the beginning of all text itself.
 
         Raises:
             InvalidRequestError: the model takes no such prompt.
         """
         text = self.written(prompt) if isinstance(prompt, Conversation) else self.text(prompt, field_name)
-        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation) or not prefix)
+        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation))
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
     def exact_tokens(self, tokenization: Tokenization) -> Tokens:
@@ -193,12 +191,17 @@ class ModelText:
         Raises:
             InvalidRequestError: as `encoded`.
         """
-        prompt = tokenization.prompt
-        if not isinstance(prompt, Conversation | PlainText):
-            return self.tokens(tokenization)
-        ids = self.encoded(prompt, prefix=tokenization.prefix).ids
-        pad = self.required_vocabulary().pad
-        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=pad)
+        vocabulary = self.required_vocabulary()
+        match tokenization.prompt:
+            case Conversation() as prompt:
+                ids = vocabulary.encode(
+                    self.written(prompt, answer_next=tokenization.answer_next), rendered=True
+                )
+            case PlainText(text):
+                ids = vocabulary.encode(text, rendered=not tokenization.prefix)
+            case _:
+                return self.tokens(tokenization)
+        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=vocabulary.pad)
 
     def required_vocabulary(self) -> Vocabulary:
         """Return the tokenizer of a model that takes nothing but ids.
@@ -226,7 +229,9 @@ class ModelText:
             )
         prompt = tokenization.prompt
         if isinstance(prompt, Conversation):
-            ids = self.vocabulary.encode(self.text(prompt), rendered=False)
+            ids = self.vocabulary.encode(
+                self.text(prompt, answer_next=tokenization.answer_next), rendered=False
+            )
         elif isinstance(prompt, PlainText):
             ids = self.vocabulary.encode(prompt.text, rendered=not tokenization.prefix)
         else:
