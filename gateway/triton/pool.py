@@ -8,6 +8,7 @@ has. Each attempt is a call in the trace of the HTTP request. Knows nothing of H
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 _LOGGED_LIMIT = 2000
 """How many characters of an upstream's error text are logged."""
 _SILENCE_S = 120.0
-"""How long a model without heartbeats may say nothing of a request, which may wait or be in prefill."""
+"""How long a stream of a model without heartbeats may be silent: it may wait, or be in prefill."""
 _ATTEMPTS_LIMIT = 3
 """How many replicas one request may try, until one has accepted it."""
 _RESUMES_LIMIT = 3
@@ -308,6 +309,9 @@ class TritonUpstream:
         request, decoder = attempts.next(request, dialect.channels if resumes else None, report)
         if request.stream and dialect.channels is not None:
             return replica.channel.answer(dialect.channels, request, report, headers, decoder=decoder)
+        idle_timeout_s = self._options.idle_timeout_s
+        if not dialect.heartbeats:  # and what does not stream comes when all of it was written
+            idle_timeout_s = _SILENCE_S if request.stream else math.inf
         return contextlib.aclosing(
             _plain_events(
                 replica.client,
@@ -316,7 +320,7 @@ class TritonUpstream:
                 report,
                 decoder,
                 headers=headers,
-                idle_timeout_s=self._options.idle_timeout_s if dialect.heartbeats else _SILENCE_S,
+                idle_timeout_s=idle_timeout_s,
             )
         )
 

@@ -297,6 +297,29 @@ async def test_heartbeats_hold_the_idle_deadline_off(triton: Any, serve: Serve) 
     assert text(events) == "late"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_only_a_stream_of_a_model_without_heartbeats_may_be_silent_for_too_long(
+    triton: Any, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    """What does not stream comes when all of it was written, which may take longer than any silence."""
+    monkeypatch.setattr("gateway.triton.pool._SILENCE_S", 0.05)
+    monkeypatch.setattr(dialects, "CHATGLM", replace(CHATGLM, heartbeats=False, channels=None))
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        await asyncio.wait([asyncio.ensure_future(triton.cancelled.wait())], timeout=0.5)
+        yield accepted()
+        yield finished("late", 1)
+
+    triton.model.answer = answer
+    pool = await serve(triton)
+    if stream:
+        with pytest.raises(UnavailableError, match="stopped answering"):
+            await collect(pool, generation(stream=True))
+    else:
+        assert text(await collect(pool, generation())) == "late"
+    assert len(observer.errors) == stream
+
+
 async def test_closing_the_generator_reaches_triton(triton: Any, serve: Serve) -> None:
     pool = await serve(triton)
     triton.model.answer = hanging(accepted())
