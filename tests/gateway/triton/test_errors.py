@@ -1,7 +1,7 @@
 import grpc
 import pytest
 
-from gateway.core.request import Conversation, Generation, TokenIds, Tool, ToolOffer
+from gateway.core.request import Conversation, Generation, Grammar, TokenIds, Tool, ToolOffer
 from gateway.errors import GatewayError
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, classify
 from tests.gateway.triton.fake_triton import generation
@@ -222,6 +222,23 @@ def test_a_prompt_beyond_the_context_is_told_in_the_backends_words(
     """Of a text to be continued and of one to be embedded."""
     error = classify(before + words + after)
     assert (error.fault, error.to_gateway().message) == (Fault.CONTEXT_LENGTH, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "after"),
+    [
+        ("Failed to transform regex into a grammar", ": [08:00:00] /project/cpp/regex_converter.cc:7: at 3"),
+        ("Failed to transform json schema into a grammar", ": why"),
+        ("Failed to convert the grammar from Lark to EBNF", "."),
+        ("Invalid JSON grammar specification", "."),
+        ("The provided JSON schema contains features not supported by xgrammar", "."),
+    ],
+)
+@pytest.mark.parametrize("before", [OFFICIAL, OURS])
+async def test_a_grammar_that_vllm_refuses_is_the_requests_fault(before: str, words: str, after: str) -> None:
+    asked = generation(grammar=Grammar(kind="regex", text="(", field="structured_outputs.regex"))
+    told = classify(before + words + after).to_gateway(asked)
+    assert (told.status, told.message, told.param) == (400, words, "structured_outputs.regex")
 
 
 @pytest.mark.parametrize(
