@@ -97,9 +97,10 @@ class Attempts:
         return dialect.channels is not None and report.resumes and _model_of(report) == self._model
 
     def choose(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Return the able replica that may know the prompt's beginning, or the least burdened one.
+        """Return an able replica: one that may know the prompt's beginning, or the one where least runs.
 
-        One that is on trial gets few requests at once, unless there is no other: nothing is refused for that.
+        Of equals, it is the least recently chosen. One that is on trial gets few requests at once, unless
+        there is no other: nothing is refused for that.
         """
         ready = self.able(replicas)
         ready = [replica for replica in ready if replica.has_room] or ready
@@ -108,7 +109,11 @@ class Attempts:
             key = prefix_key(request.model, request.prompt)
             if key is not None:
                 return nearest(ready, key)
-        return least_outstanding(ready)
+        if not ready:
+            return None
+        chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
+        chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
+        return chosen
 
     @contextlib.contextmanager
     def call(self, replica: Replica) -> Iterator[tuple[Span, Headers]]:
@@ -134,12 +139,3 @@ class Attempts:
 def _model_of(report: ModelReport) -> tuple[str | None, int | None]:
     """Return what a model that goes on with an answer has in common with the one that began it."""
     return report.chat_format, report.max_context
-
-
-def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
-    """Return the replica with the fewest running requests; of equals, the least recently chosen."""
-    if not replicas:
-        return None
-    chosen = min(replicas, key=lambda replica: (replica.outstanding, replica.last_chosen))
-    chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
-    return chosen

@@ -29,7 +29,6 @@ _PUBLIC: Final = {
     "beam_width": "use_beam_search",
     "include_stop": "include_stop_str_in_output",
     "show_special": "skip_special_tokens",
-    "max_total_tokens": "max_total_tokens",
     "prompt_ranks": "prompt_logprobs",
 }
 """Names in requests of parameters that are called otherwise within."""
