@@ -38,6 +38,8 @@ _LOGGED_LIMIT = 2000
 """How many characters of an upstream's error text are logged."""
 _SILENCE_S = 120.0
 """How long a stream of a model without heartbeats may be silent: it may wait, or be in prefill."""
+_END_WAIT_S = 0.5
+"""How long a backend may take to end an answer of which nothing more is needed."""
 _ATTEMPTS_LIMIT = 3
 """How many replicas one request may try, until one has accepted it."""
 _RESUMES_LIMIT = 3
@@ -381,6 +383,11 @@ async def _plain_events(
             for event in decoder.decode(response):
                 yield event
             if decoder.over:
+                # The backend may end here, too: cancelled at that moment, its model may never be unloaded.
+                with contextlib.suppress(TimeoutError, TritonError):
+                    async with asyncio.timeout(_END_WAIT_S):
+                        async for _ in responses:
+                            pass
                 break  # which cancels the rest
     for event in await asyncio.to_thread(decoder.end) if dialect.counts_at_end else decoder.end():
         yield event

@@ -2,6 +2,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,6 +319,29 @@ async def test_only_a_stream_of_a_model_without_heartbeats_may_be_silent_for_too
     else:
         assert text(await collect(pool, generation())) == "late"
     assert len(observer.errors) == stream
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_model_that_goes_on_behind_the_answers_end_is_cancelled_and_no_other(
+    triton: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """One that is cancelled at the moment of its end may keep its model from being unloaded."""
+    ended = SimpleNamespace(decode=lambda _: [Accepted(prompt_tokens=5)], over=True, end=list)
+    bare = replace(CHATGLM, channels=None, decoder=lambda _generation, _report: ended)
+    monkeypatch.setattr(dialects, "CHATGLM", bare)
+    goes_on, whole = hanging(accepted()), asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await asyncio.sleep(0.05)
+        yield empty_final()
+        whole.set()
+
+    triton.model.answer = answer if ends else goes_on
+    pool = await serve(triton)
+    assert await collect(pool, generation(stream=True)) == [Accepted(prompt_tokens=5)]
+    await until(lambda: whole.is_set() or triton.cancelled.is_set())
+    assert whole.is_set() == ends
 
 
 async def test_closing_the_generator_reaches_triton(triton: Any, serve: Serve) -> None:
