@@ -75,7 +75,12 @@ class Tensors:
         return self._put(name, "INT32", len(ids), struct.pack(f"<{2 * len(ids)}i", *ids, *ends), rows=(2,))
 
     def parameters(
-        self, generation: Generation, datatypes: Mapping[str, str], names: Callable[[str], Sequence[str]]
+        self,
+        generation: Generation,
+        datatypes: Mapping[str, str],
+        names: Callable[[str], Sequence[str]],
+        *,
+        seeded: bool = False,
     ) -> None:
         """Write the parameters that are numbers, each with an input of its own.
 
@@ -83,6 +88,7 @@ class Tensors:
             generation: the request.
             datatypes: by the parameters' names in `Sampling`.
             names: returns the names that an input for the parameter may have.
+            seeded: a request without a seed gets one, where the backend's own is the same for all.
 
         Raises:
             InvalidRequestError: the model has none for a parameter that changes the answer.
@@ -90,8 +96,8 @@ class Tensors:
         for name, datatype in datatypes.items():
             value = getattr(generation, name)
             changes = value != DEFAULTS[name]
-            if value is None and name == "seed":
-                value = secrets.randbits(63)  # without one, the same prompt has the same answer every time
+            if value is None and name == "seed" and seeded:
+                value = secrets.randbits(63)
             if value is None or (name == "top_k" and not value):
                 continue
             if datatype == "UINT64":
