@@ -212,10 +212,6 @@ class ModelText:
             return Tokens(text=self.vocabulary.decode(ids), strings=self._strings(tokenization, ids))
         return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=self.vocabulary.pad)
 
-    def exact_tokens(self, tokenization: Tokenization) -> Tokens:
-        """Return the ids that the model is given, where it takes nothing but ids: see `tokens`."""
-        return self.tokens(tokenization, exact=True)
-
     def _strings(self, tokenization: Tokenization, ids: Sequence[int]) -> Sequence[str] | None:
         if not tokenization.strings or self.vocabulary is None:
             return None

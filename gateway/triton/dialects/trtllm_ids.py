@@ -7,6 +7,7 @@ its limit ended by it. The id that ends an answer is not in it, but the ids of s
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -135,5 +136,5 @@ CONTRACT: Final = Contract(
     answer=_Answer,
     prompt=_prompt,
     ids=True,
-    tokens=ModelText.exact_tokens,
+    tokens=partial(ModelText.tokens, exact=True),
 )
