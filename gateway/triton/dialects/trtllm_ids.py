@@ -7,7 +7,6 @@ its limit ended by it. The id that ends an answer is not in it, but the ids of s
 """
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -136,5 +135,5 @@ CONTRACT: Final = Contract(
     answer=_Answer,
     prompt=_prompt,
     ids=True,
-    tokens=partial(ModelText.tokens, exact=True),
+    tokens=ModelText.exact_tokens,
 )
