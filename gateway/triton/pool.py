@@ -38,7 +38,7 @@ _LOGGED_LIMIT = 2000
 """How many characters of an upstream's error text are logged."""
 _SILENCE_S = 120.0
 """How long a stream of a model without heartbeats may be silent: it may wait, or be in prefill."""
-_END_WAIT_S = 0.5
+_END_WAIT_S = 0.2
 """How long a backend may take to end an answer of which nothing more is needed."""
 _ATTEMPTS_LIMIT = 3
 """How many replicas one request may try, until one has accepted it."""
