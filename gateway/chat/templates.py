@@ -116,7 +116,7 @@ class ChatTemplate:
                 return None
         raise TemplateError(f"{folder / _CONFIG_FILE}: its chat_template is no text")
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation, *, answer_next: bool = True) -> str:
         """Return the prompt for the assistant's next message, or the last one's continuation.
 
         A conversation whose last message is the assistant's is rendered up to the end of its text: what the
@@ -124,6 +124,7 @@ class ChatTemplate:
 
         Args:
             conversation: whose messages it writes; tools are offered unless their choice is `none`.
+            answer_next: false: the messages alone, each as if it were not the last.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot express it.
@@ -141,13 +142,13 @@ class ChatTemplate:
         tools = _tools(offer) if offer is not None and offer.choice != "none" else None
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
         last = conversation.messages[-1]
-        continues = last.role == "assistant" and not last.calls
+        continues = answer_next and last.role == "assistant" and not last.calls
         try:
             text = self._templates[name].render(
                 messages=messages,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=not continues,
+                add_generation_prompt=answer_next and not continues,
                 **self._tokens,
                 **conversation.switches,
             )

@@ -15,6 +15,8 @@ import click
 from msgspec import structs
 
 from gateway.app import triton_upstream
+from gateway.chat.templates import TemplateError
+from gateway.chat.vocabulary import VocabularyError
 from gateway.commands.endpoint import ClientError, fetch
 from gateway.core.request import with_system
 from gateway.core.upstream import Tokens
@@ -22,7 +24,7 @@ from gateway.errors import GatewayError
 from gateway.openai.document import Reading, read_object
 from gateway.openai.tokenize import TokenizeRequest
 from gateway.settings import Settings
-from gateway.triton.dialects.model_text import ModelText, ModelTextError
+from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.public import PublicModels
 from gateway.triton.replicas import ReplicaState
 from gateway.triton.resolver import Resolve, resolve
@@ -164,5 +166,5 @@ def print_prompt(settings: Settings, model: str, text: str, timeout_s: float) ->
         click.echo(show(asyncio.run(prompt_of(settings, model, body, timeout_s=timeout_s))))
     except ValueError:
         raise ClientError("the messages are not valid JSON") from None
-    except (GatewayError, ModelTextError) as error:
+    except (GatewayError, TemplateError, VocabularyError) as error:
         raise ClientError(str(error)) from None

@@ -69,37 +69,51 @@ class Attempts:
             request: the first attempt's.
             channels: of the model's contract; None: nothing is to be resumed.
             report: of the replica chosen.
-
-        Raises:
-            TritonError: the answer cannot be resumed there.
         """
-        model = report.chat_format, report.max_context
         seed = self._seed if request.seed is None else request.seed
         if self.started and self.answer is not None:
-            if channels is None or not report.resumes or model != self._model:
-                raise TritonError(Fault.NOT_READY, "another model, which cannot resume the answer")
             generated = self.answer.resume()
             return replace(request, resumable=True, seed=seed, generated=generated), self.answer
         if channels is None or not report.resumes:
             self.answer = None
             return request, None
         request = replace(request, resumable=True, seed=seed)
-        self.answer, self._model = channels.decoder(request, report), model
+        self.answer, self._model = channels.decoder(request, report), _model_of(report)
         return request, self.answer
 
-    def choose(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Return the ready replica that may know the prompt's beginning, or the least burdened one.
+    def able(self, replicas: Sequence[Replica]) -> list[Replica]:
+        """Return those that take the request now, and have not failed; an answer goes on with its model."""
+        return [
+            each
+            for each in replicas
+            if each.state is ReplicaState.READY
+            and not each.yielding
+            and each not in self.tried
+            and (not self.started or self._goes_on_at(each))
+        ]
 
-        One that is on trial gets few requests at once, unless there is no other: nothing is refused for that.
+    def _goes_on_at(self, replica: Replica) -> bool:
+        dialect, report = replica.serving()
+        return dialect.channels is not None and report.resumes and _model_of(report) == self._model
+
+    def choose(self, replicas: Sequence[Replica]) -> Replica | None:
+        """Return an able replica: one that may know the prompt's beginning, or the one where least runs.
+
+        Of equals, it is the least recently chosen. One that is on trial gets few requests at once, unless
+        there is no other: nothing is refused for that.
         """
-        ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+        ready = self.able(replicas)
         ready = [replica for replica in ready if replica.has_room] or ready
         request = self.request
         if len(ready) > 1 and isinstance(request, Generation):
             key = prefix_key(request.model, request.prompt)
             if key is not None:
                 return nearest(ready, key)
-        return least_outstanding(ready)
+        if not ready:
+            return None
+        chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
+        chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
+        return chosen
 
     @contextlib.contextmanager
     def call(self, replica: Replica) -> Iterator[tuple[Span, Headers]]:
@@ -122,11 +136,6 @@ class Attempts:
                 raise TritonError(Fault.PROTOCOL, error.message, message=error.message) from error
 
 
-def least_outstanding(replicas: Sequence[Replica]) -> Replica | None:
-    """Return the ready replica with the fewest running requests; of equals, the least recently chosen."""
-    ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
-    if not ready:
-        return None
-    chosen = min(ready, key=lambda replica: (replica.outstanding, replica.last_chosen))
-    chosen.last_chosen = max(replica.last_chosen for replica in replicas) + 1
-    return chosen
+def _model_of(report: ModelReport) -> tuple[str | None, int | None]:
+    """Return what a model that goes on with an answer has in common with the one that began it."""
+    return report.chat_format, report.max_context

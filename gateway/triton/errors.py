@@ -214,6 +214,27 @@ _TEXTS = [
     (re.compile(r"Failed \"execute_batch\"|Internal error from Core"), Fault.UNREACHABLE),
 ]
 
+_OWN_WORDS = [
+    # What vLLM, from 0.6 to 0.33, and TensorRT-LLM say of the request itself, anywhere in a text. Clients are
+    # shown what matches: nothing before it, nor paths in brackets or behind a colon.
+    (
+        re.compile(
+            r"(?<![^.:\n])[^.:\n]*(?:longer than the maximum model length|maximum context length is"
+            r"|too long to fit into the model)[^\n]*"
+            r"|Prompt length \(\d+\) exceeds maximum (?:input|sequence) length \(\d+\)"
+        ),
+        Fault.CONTEXT_LENGTH,
+    ),
+    (
+        re.compile(
+            r"Failed to (?:transform [a-z ]+ into a (?:grammar|regex)|convert the grammar from Lark to EBNF)"
+            r"|Invalid (?:JSON )?grammar specification"
+            r"|The provided JSON schema contains features not supported by \w+"
+        ),
+        Fault.INVALID_GRAMMAR,
+    ),
+]
+
 # Clients choose request ids, which may hold a bracket but never a space.
 _REQUEST_ID = re.compile(r"\[request id: \S*\] ")
 
@@ -270,6 +291,10 @@ def classify(text: str, code: grpc.StatusCode | None = None) -> TritonError:
     lost connection) and a stream's texts have no status.
     """
     refusal = parse_refusal(text)
+    if refusal is None or refusal[0] is RefusalCode.INVALID_REQUEST:  # as of an entry of ours around vLLM
+        for pattern, fault in _OWN_WORDS:
+            if (found := pattern.search(text)) is not None:
+                return TritonError(fault, text, message=found[0].strip()[:MESSAGE_LIMIT])
     if refusal is not None:
         fault = _REFUSALS[refusal[0]]
         words = refusal[1].partition("\n")[0][:MESSAGE_LIMIT] if fault.value.own_words else None

@@ -245,10 +245,13 @@ class OnDemand:
         places = [place for place in self._places.values() if model in place.states]
         if self._takes_requests(model):
             self._end(model, None)
+        elif any(
+            model in place.loading or place.states.get(model) is EntryState.LOADING
+            for place in self._places.values()
+        ):
+            wish.reason = "it is being loaded"
         elif not places:
             self._end(model, unable(self._backends.replicas(model)).to_gateway())
-        elif any(model in place.loading or place.states[model] is EntryState.LOADING for place in places):
-            wish.reason = "it is being loaded"
         elif loaded := [place for place in places if self._is_loaded(model, place)]:
             self._await_answer(model, loaded[0], wish)
         else:

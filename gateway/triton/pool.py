@@ -8,6 +8,7 @@ has. Each attempt is a call in the trace of the HTTP request. Knows nothing of H
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -36,7 +37,9 @@ _log = logging.getLogger(__name__)
 _LOGGED_LIMIT = 2000
 """How many characters of an upstream's error text are logged."""
 _SILENCE_S = 120.0
-"""How long a model without heartbeats may say nothing of a request, which may wait or be in prefill."""
+"""How long a stream of a model without heartbeats may be silent: it may wait, or be in prefill."""
+_END_WAIT_S = 0.2
+"""How long a backend may take to end an answer of which nothing more is needed."""
 _ATTEMPTS_LIMIT = 3
 """How many replicas one request may try, until one has accepted it."""
 _RESUMES_LIMIT = 3
@@ -210,8 +213,7 @@ class TritonUpstream:
                     yield
         while attempts.started:
             replicas = self._find(request.model)
-            ready = [each for each in replicas if each.state is ReplicaState.READY and not each.yielding]
-            if any(each not in attempts.tried for each in ready):
+            if attempts.able(replicas):
                 return
             attempts.tried.clear()  # after a pause, those that failed may be asked again
             unloaded = replicas and all(each.state is ReplicaState.UNLOADED for each in replicas)
@@ -253,9 +255,7 @@ class TritonUpstream:
         """
         # Looked up for each attempt: the pool may have been closed meanwhile.
         replicas = self._find(attempts.request.model)
-        replica = attempts.choose(
-            [each for each in replicas if each not in attempts.tried and not each.yielding]
-        )
+        replica = attempts.choose(replicas)
         if replica is None:
             raise unable(replicas).to_gateway()
         try:
@@ -287,10 +287,7 @@ class TritonUpstream:
             return  # only the end of the call failed
         if attempts.started and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
             return
-        another = len(attempts.called) < _ATTEMPTS_LIMIT and any(
-            each.state is ReplicaState.READY and each not in attempts.tried
-            for each in self._find(request.model)
-        )
+        another = len(attempts.called) < _ATTEMPTS_LIMIT and attempts.able(self._find(request.model))
         if attempts.started or attempts.delivered or not treatment.failover or not another:
             raise error.to_gateway(request) from error
 
@@ -314,6 +311,9 @@ class TritonUpstream:
         request, decoder = attempts.next(request, dialect.channels if resumes else None, report)
         if request.stream and dialect.channels is not None:
             return replica.channel.answer(dialect.channels, request, report, headers, decoder=decoder)
+        idle_timeout_s = self._options.idle_timeout_s
+        if not dialect.heartbeats:  # and what does not stream comes when all of it was written
+            idle_timeout_s = _SILENCE_S if request.stream else math.inf
         return contextlib.aclosing(
             _plain_events(
                 replica.client,
@@ -322,7 +322,7 @@ class TritonUpstream:
                 report,
                 decoder,
                 headers=headers,
-                idle_timeout_s=self._options.idle_timeout_s if dialect.heartbeats else _SILENCE_S,
+                idle_timeout_s=idle_timeout_s,
             )
         )
 
@@ -378,14 +378,16 @@ async def _plain_events(
         idle_timeout_s=idle_timeout_s,
         headers=headers,
     )
-    try:
-        async with contextlib.aclosing(responses):
-            async for response in responses:
-                for event in decoder.decode(response):
-                    yield event
-                if decoder.over:
-                    break  # which cancels the rest
-    except TritonError as error:
-        raise error if dialect.explain is None else dialect.explain(error) from error.__cause__
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            for event in decoder.decode(response):
+                yield event
+            if decoder.over:
+                # The backend may end here, too: cancelled at that moment, its model may never be unloaded.
+                with contextlib.suppress(TimeoutError, TritonError):
+                    async with asyncio.timeout(_END_WAIT_S):
+                        async for _ in responses:
+                            pass
+                break  # which cancels the rest
     for event in await asyncio.to_thread(decoder.end) if dialect.counts_at_end else decoder.end():
         yield event

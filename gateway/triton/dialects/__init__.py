@@ -15,7 +15,7 @@ from gateway.triton.dialects import llm_api, trtllm, trtllm_ids, vllm
 from gateway.triton.dialects.base import Dialect
 from gateway.triton.dialects.chatglm import CHATGLM, templated
 from gateway.triton.dialects.embeddings import plain_model, vector_output
-from gateway.triton.dialects.model_text import ModelText, ModelTextError
+from gateway.triton.dialects.model_text import ModelText
 
 _FOREIGN = {
     "vllm": vllm.CONTRACT,
@@ -90,7 +90,7 @@ class Dialects:
         folder = self._tokenizers.get(entry) or self._tokenizers.get("")
         try:
             return None if folder is None else read(folder)
-        except (ModelTextError, VocabularyError, TemplateError) as error:
+        except (VocabularyError, TemplateError) as error:
             raise UpstreamProtocolError(f"the tokenizer of {entry!r}: {error}") from None
 
 
@@ -100,6 +100,4 @@ def _counts_nothing(entry: str) -> UpstreamProtocolError:
     )
 
 
-@cache
-def _model_text(folder: Path) -> ModelText:
-    return ModelText.read(folder)
+_model_text = cache(ModelText.read)

@@ -14,7 +14,6 @@ from tritonclient.grpc import service_pb2
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, Tokenization, Tokens, Vector
-from gateway.triton.errors import TritonError
 from wire.channel import Frame
 from wire.meta import Delivered
 from wire.request import ChannelStream
@@ -197,7 +196,5 @@ class Dialect:
     """Whether something is heard every few seconds of a request that waits."""
     streams: bool | None = True
     """Whether its models take requests for streams; None: those that are configured to."""
-    explain: Callable[[TritonError], TritonError] | None = None
-    """Returns what an error means, where the backend's own text says it."""
     channels: Channels | None = None
     """None: an answer comes on its request's own stream."""

@@ -271,12 +271,10 @@ def templated(model: ModelText) -> Dialect:
         return await off_the_loop(partial(_rendered, model), generation)
 
     def answer(generation: Generation, report: ModelReport) -> ChatGLMAnswer:
-        prompt = generation.prompt
-        if not isinstance(prompt, RenderedPrompt) or not prompt.converses:
-            return ChatGLMAnswer(generation, report)
-        if generation.grammar is not None and not prompt.tools:
-            return ChatGLMAnswer(generation, report)
-        return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)))
+        prompt, free = generation.prompt, generation.grammar is None
+        if isinstance(prompt, RenderedPrompt) and prompt.converses and (free or prompt.tools):
+            return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)))
+        return ChatGLMAnswer(generation, report)
 
     def decoder(generation: Generation, report: ModelReport) -> AnswerDecoder:
         return LogitsAnswer() if generation.logits else answer(generation, report)

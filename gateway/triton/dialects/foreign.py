@@ -17,7 +17,6 @@ from gateway.errors import InvalidRequestError
 from gateway.triton.dialects.base import AnswerDecoder, Dialect, Embedder, ModelReport, Request
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import DEFAULTS
-from gateway.triton.errors import TritonError
 
 _COUNTS_PROMPT: Final = "return_num_input_tokens"
 """The input by which backends report the number of a prompt's tokens."""
@@ -30,7 +29,6 @@ _PUBLIC: Final = {
     "beam_width": "use_beam_search",
     "include_stop": "include_stop_str_in_output",
     "show_special": "skip_special_tokens",
-    "max_total_tokens": "max_total_tokens",
     "prompt_ranks": "prompt_logprobs",
 }
 """Names in requests of parameters that are called otherwise within."""
@@ -75,8 +73,6 @@ class Contract:
     """It applies LoRA adapters by their names."""
     streams: bool | None = True
     """As in `Dialect`."""
-    explain: Callable[[TritonError], TritonError] | None = None
-    """Returns what an error means, where the backend's own text says it."""
 
     def needs_tokenizer(self, inputs: Collection[str]) -> bool:
         """Whether a model with these inputs needs a tokenizer here: to count, or to be asked at all."""
@@ -125,7 +121,6 @@ class Contract:
             counts_at_end=model.thinks or _COUNTS_ANSWER not in inputs,
             heartbeats=False,
             streams=self.streams,
-            explain=self.explain,
             report=ModelReport(template_reads=model.template.reads if model.template else frozenset()),
         )
 

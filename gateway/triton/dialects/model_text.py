@@ -7,17 +7,13 @@ from typing import Final
 
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CallStyle, style_of
-from gateway.chat.templates import ChatTemplate, TemplateError
-from gateway.chat.vocabulary import Vocabulary, VocabularyError
+from gateway.chat.templates import ChatTemplate
+from gateway.chat.vocabulary import Vocabulary
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, images_in
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
-
-
-class ModelTextError(Exception):
-    """The tokenizer that is set for a model cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +65,21 @@ class ModelText:
         """Read a tokenizer's folder.
 
         Raises:
-            ModelTextError: it has no tokenizer, or a template that cannot be used.
+            VocabularyError: it has no tokenizer that can be used.
+            TemplateError: it has a template that cannot.
         """
-        try:
-            template = ChatTemplate.read(folder)
-            vocabulary = Vocabulary.read(folder)
-            if template is None:
-                return cls(vocabulary=vocabulary, special=vocabulary.special())
-            marks = next((each for each in MARKS if template.mentions(each[1])), None)
-            return cls(
-                template,
-                vocabulary,
-                style_of(template.mentions),
-                thinks=marks is not None,
-                marks=marks or MARKS[0],
-                special=vocabulary.special(),
-            )
-        except (TemplateError, VocabularyError) as error:
-            raise ModelTextError(str(error)) from None
+        template, vocabulary = ChatTemplate.read(folder), Vocabulary.read(folder)
+        if template is None:
+            return cls(vocabulary=vocabulary, special=vocabulary.special())
+        marks = next((each for each in MARKS if template.mentions(each[1])), None)
+        return cls(
+            template,
+            vocabulary,
+            style_of(template.mentions),
+            thinks=marks is not None,
+            marks=marks or MARKS[0],
+            special=vocabulary.special(),
+        )
 
     def without_special(self) -> "ModelText":
         """Return how its conversations read where its backend leaves special tokens out of every answer.
@@ -140,8 +133,8 @@ class ModelText:
             strings=prompt.strings,
         )
 
-    def text(self, prompt: Prompt, field_name: str | None = None) -> str:
-        """Return a prompt as the text that a backend tokenizes.
+    def text(self, prompt: Prompt, field_name: str | None = None, *, answer_next: bool = True) -> str:
+        """Return a prompt as the text that a backend tokenizes; `answer_next` as in `Tokenization`.
 
         Raises:
             InvalidRequestError: the model takes no such prompt.
@@ -149,15 +142,14 @@ class ModelText:
         match prompt:
             case PlainText(text):
                 return text
-            case Conversation() if self.vocabulary is not None:
-                return self.vocabulary.for_text_backend(self.written(prompt))
             case Conversation():
-                return self.written(prompt)
+                written = self.written(prompt, answer_next=answer_next)
+                return written if self.vocabulary is None else self.vocabulary.for_text_backend(written)
         raise InvalidRequestError(
             "The model's backend takes prompts as text only.", param=field_name or "prompt"
         )
 
-    def written(self, prompt: Conversation) -> str:
+    def written(self, prompt: Conversation, *, answer_next: bool = True) -> str:
         """Return a conversation as the model's template writes it.
 
         Raises:
@@ -173,32 +165,21 @@ class ModelText:
                 "The model's backend cannot be made to call a tool; auto and none can be chosen.",
                 param=offer.choice_field,
             )
-        return self.template.render(prompt)
+        return self.template.render(prompt, answer_next=answer_next)
 
-    def encoded(
-        self, prompt: Prompt, field_name: str | None = None, *, prefix: bool = True
-    ) -> RenderedPrompt:
+    def encoded(self, prompt: Prompt, field_name: str | None = None) -> RenderedPrompt:
         """Return a prompt with its ids; a template writes the beginning of all text itself.
 
         Raises:
             InvalidRequestError: the model takes no such prompt.
         """
         text = self.written(prompt) if isinstance(prompt, Conversation) else self.text(prompt, field_name)
-        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation) or not prefix)
+        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation))
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
     def exact_tokens(self, tokenization: Tokenization) -> Tokens:
-        """Return the ids that the model is given, where it takes nothing but ids.
-
-        Raises:
-            InvalidRequestError: as `encoded`.
-        """
-        prompt = tokenization.prompt
-        if not isinstance(prompt, Conversation | PlainText):
-            return self.tokens(tokenization)
-        ids = self.encoded(prompt, prefix=tokenization.prefix).ids
-        pad = self.required_vocabulary().pad
-        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=pad)
+        """Return the ids that the model is given, where it takes nothing but ids: see `tokens`."""
+        return self.tokens(tokenization, exact=True)
 
     def required_vocabulary(self) -> Vocabulary:
         """Return the tokenizer of a model that takes nothing but ids.
@@ -214,8 +195,8 @@ class ModelText:
         """Return how many tokens the backend makes of a prompt's text; 0: they cannot be counted."""
         return 0 if self.vocabulary is None else self.vocabulary.count_prompt(text)
 
-    def tokens(self, tokenization: Tokenization) -> Tokens:
-        """Answer a tokenization here, as such backends have none.
+    def tokens(self, tokenization: Tokenization, *, exact: bool = False) -> Tokens:
+        """Answer a tokenization here, as such backends have none; `exact`: the model takes nothing but ids.
 
         Raises:
             InvalidRequestError: there is no tokenizer, or it cannot express the prompt.
@@ -226,13 +207,14 @@ class ModelText:
             )
         prompt = tokenization.prompt
         if isinstance(prompt, Conversation):
-            ids = self.vocabulary.encode(self.text(prompt), rendered=False)
+            write = self.written if exact else self.text
+            ids = self.vocabulary.encode(write(prompt, answer_next=tokenization.answer_next), rendered=exact)
         elif isinstance(prompt, PlainText):
             ids = self.vocabulary.encode(prompt.text, rendered=not tokenization.prefix)
         else:
             ids = list(getattr(prompt, "ids", ()))
             return Tokens(text=self.vocabulary.decode(ids), strings=self._strings(tokenization, ids))
-        return Tokens(ids=ids, strings=self._strings(tokenization, ids))
+        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=self.vocabulary.pad)
 
     def _strings(self, tokenization: Tokenization, ids: Sequence[int]) -> Sequence[str] | None:
         if not tokenization.strings or self.vocabulary is None:

@@ -1,5 +1,6 @@
 """Writes the input tensors of a request and reads the output tensors of a response, whatever their names."""
 
+import secrets
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
@@ -74,7 +75,12 @@ class Tensors:
         return self._put(name, "INT32", len(ids), struct.pack(f"<{2 * len(ids)}i", *ids, *ends), rows=(2,))
 
     def parameters(
-        self, generation: Generation, datatypes: Mapping[str, str], names: Callable[[str], Sequence[str]]
+        self,
+        generation: Generation,
+        datatypes: Mapping[str, str],
+        names: Callable[[str], Sequence[str]],
+        *,
+        seeded: bool = False,
     ) -> None:
         """Write the parameters that are numbers, each with an input of its own.
 
@@ -82,20 +88,21 @@ class Tensors:
             generation: the request.
             datatypes: by the parameters' names in `Sampling`.
             names: returns the names that an input for the parameter may have.
+            seeded: a request without a seed gets one, where the backend's own is the same for all.
 
         Raises:
             InvalidRequestError: the model has none for a parameter that changes the answer.
         """
         for name, datatype in datatypes.items():
             value = getattr(generation, name)
+            changes = value != DEFAULTS[name]
+            if value is None and name == "seed" and seeded:
+                value = secrets.randbits(63)
             if value is None or (name == "top_k" and not value):
                 continue
             if datatype == "UINT64":
                 value %= 2**64  # ours are signed
-            if (
-                not any(self.numbers(each, datatype, value, param=name) for each in names(name))
-                and value != DEFAULTS[name]
-            ):
+            if not any(self.numbers(each, datatype, value, param=name) for each in names(name)) and changes:
                 raise InvalidRequestError(f"The model's backend does not have {name!r}.", param=name)
 
     def _put(self, name: str, datatype: str, count: int, raw: bytes, *, rows: tuple[int, ...] = ()) -> bool:

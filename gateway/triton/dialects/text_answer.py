@@ -5,7 +5,7 @@ What a backend does not report is counted or inferred here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from gateway.chat.marked import MarkedText, VisibleTokens
 from gateway.chat.styles import possible_beginning
@@ -130,8 +130,8 @@ class TextAnswer:
 
     @property
     def over(self) -> bool:
-        """See `AnswerDecoder.over`: whether every choice has ended with the only call that it may have."""
-        return all(choice.marks.over for choice in self._choices)
+        """See `AnswerDecoder.over`: whether every choice came to a stop string, or to its only call."""
+        return all(choice.stopped_by is not None or choice.marks.over for choice in self._choices)
 
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:
         """Return `Accepted` the first time: the backend began to answer.
@@ -166,10 +166,10 @@ class TextAnswer:
         pieces = self._read(choice, news.text, over=False)
         if news.finish in _FAILURES:
             raise UpstreamProtocolError("The model's backend gave up the answer.")
-        finish = None if news.finish is None else _FINISHES.get(news.finish, "stop")
         if choice.stopped_by is not None or choice.marks.over:
-            finish = "stop"
-        choice.finish = finish
+            choice.finish = "stop"
+        elif news.finish is not None:
+            choice.finish = "length" if news.finish in _AT_LIMIT else "stop"
         if not pieces and not tokens:
             return []
         return [Delta(pieces=pieces, tokens=tokens, index=news.index, logprobs=self._logprobs(choice))]
@@ -317,10 +317,7 @@ class TextOutputs(TextAnswer):
 
 _UNENDED: Final = frozenset({"None", ""})
 """What they send as finish reason until there is one."""
-_FINISHES: Final[Mapping[str, FinishReason]] = cast(
-    "Mapping[str, FinishReason]",
-    {"stop": "stop", "length": "length", "timeout": "length", "end_id": "stop"},
-)
-"""What backends call an answer's end."""
+_AT_LIMIT: Final = frozenset({"length", "timeout"})
+"""What they call an end that is not the model's own."""
 _FAILURES: Final = frozenset({"abort", "cancelled", "error"})
 """What they call it where it is none: nobody here asked for it."""

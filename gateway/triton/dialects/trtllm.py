@@ -54,7 +54,7 @@ def _write(
     tensors.numbers("max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.numbers("stream", "BOOL", generation.stream)
     tensors.flags("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
-    tensors.parameters(generation, NUMBERS, names_of)
+    tensors.parameters(generation, NUMBERS, names_of, seeded=True)
     for name, words in (("stop_words", generation.stop), ("bad_words", generation.bad_words)):
         if words and not tensors.text(name, *words) and name == "bad_words":
             raise InvalidRequestError("The model's backend does not have 'bad_words'.", param=name)

@@ -52,7 +52,7 @@ def _write(
         tensors.numbers("end_id", "INT32", end)
     if vocabulary.pad is not None:
         tensors.numbers("pad_id", "INT32", vocabulary.pad)
-    tensors.parameters(generation, trtllm.NUMBERS, trtllm.names_of)
+    tensors.parameters(generation, trtllm.NUMBERS, trtllm.names_of, seeded=True)
     # Both end an answer early; where they did is found here, as other ids may read the same.
     stops = [*([] if generation.ignore_eos else vocabulary.ends[1:]), *generation.stop_token_ids]
     strings = [

@@ -7,7 +7,6 @@ prompt; of such a model neither finish reasons nor token counts are known.
 """
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -20,7 +19,6 @@ from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import Tensors
 from gateway.triton.dialects.text_answer import TextOutputs
-from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 
 _SAME: Final = (
     "n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -120,20 +118,6 @@ def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogpr
     )
 
 
-_CONTEXT: Final = re.compile(
-    r"[^.:\n]*(?:longer than the maximum model length|maximum context length is"
-    r"|too long to fit into the model)[^\n]*"
-)
-"""What vLLM, from 0.6 to 0.33, says of a prompt that its context cannot hold."""
-
-
-def _explain(error: TritonError) -> TritonError:
-    found = _CONTEXT.search(error.detail)
-    if found is None:
-        return error
-    return TritonError(Fault.CONTEXT_LENGTH, error.detail, message=found[0].strip()[:MESSAGE_LIMIT])
-
-
 CONTRACT: Final = Contract(
     inputs=frozenset({"text_input", "sampling_parameters"}),
     supported=_SUPPORTED,
@@ -142,5 +126,4 @@ CONTRACT: Final = Contract(
     embedder=embeddings.of_vllm,
     images=_IMAGES,
     adapters=True,
-    explain=_explain,
 )

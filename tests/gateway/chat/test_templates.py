@@ -109,6 +109,16 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert ours.render(talk).endswith("<|im_start|>assistant\nLa la")
 
 
+@pytest.mark.parametrize("last", ["user", "assistant"])
+def test_a_conversation_may_end_where_no_answer_begins(theirs: Any, last: Any) -> None:
+    theirs.chat_template = TURNS
+    said = [{"role": "user", "content": "Sing"}, {"role": last, "content": "La la"}]
+    expected = theirs.apply_chat_template(said, tokenize=False)
+    talk = Conversation((Message(role="user", content="Sing"), Message(role=last, content="La la")))
+    ours = ChatTemplate({"default": TURNS}, {"bos_token": "<s>"})
+    assert ours.render(talk, answer_next=False) == expected
+
+
 def test_a_last_message_that_the_template_hides_cannot_be_continued() -> None:
     ours = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La")))

@@ -1,7 +1,7 @@
 import grpc
 import pytest
 
-from gateway.core.request import Conversation, Generation, TokenIds, Tool, ToolOffer
+from gateway.core.request import Conversation, Generation, Grammar, TokenIds, Tool, ToolOffer
 from gateway.errors import GatewayError
 from gateway.triton.errors import MESSAGE_LIMIT, Fault, classify
 from tests.gateway.triton.fake_triton import generation
@@ -193,3 +193,61 @@ async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> N
     ):
         told = classify(f"tritongate:{code}: {words}").to_gateway(request)
         assert (told.message, told.param) == (words, param)
+
+
+OFFICIAL = "Error generating stream: "
+OURS = "tritongate:invalid_request: "
+TENSORRT = "Encountered an error when fetching new request: "
+TOO_LONG = [
+    "The decoder prompt (length 2000) is longer than the maximum model length of 1024. Make sure that `max",
+    "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input",
+    "Prompt length of 2000 is longer than the maximum model length of 1024",
+    "The prompt (total length 2000) is too long to fit into the model (context length 1024)",
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "after"),
+    [
+        *((before, text, "") for before in (OFFICIAL, OURS, OFFICIAL + "In /x.py: ") for text in TOO_LONG),
+        *(
+            (TENSORRT, f"Prompt length (9) exceeds maximum {what} length (8)", ". Set (/cpp/llmRequest.h:9)")
+            for what in ("input", "sequence")
+        ),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_told_in_the_backends_words(
+    before: str, words: str, after: str
+) -> None:
+    """Of a text to be continued and of one to be embedded."""
+    error = classify(before + words + after)
+    assert (error.fault, error.to_gateway().message) == (Fault.CONTEXT_LENGTH, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "after"),
+    [
+        ("Failed to transform regex into a grammar", ": [08:00:00] /project/cpp/regex_converter.cc:7: at 3"),
+        ("Failed to transform json schema into a grammar", ": why"),
+        ("Failed to convert the grammar from Lark to EBNF", "."),
+        ("Invalid JSON grammar specification", "."),
+        ("The provided JSON schema contains features not supported by xgrammar", "."),
+    ],
+)
+@pytest.mark.parametrize("before", [OFFICIAL, OURS])
+async def test_a_grammar_that_vllm_refuses_is_the_requests_fault(before: str, words: str, after: str) -> None:
+    asked = generation(grammar=Grammar(kind="regex", text="(", field="structured_outputs.regex"))
+    told = classify(before + words + after).to_gateway(asked)
+    assert (told.status, told.message, told.param) == (400, words, "structured_outputs.regex")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Error generating stream: CUDA error", Fault.UNKNOWN),
+        (OURS + "top_p must be in (0, 1]", Fault.INVALID_REQUEST),
+        ("tritongate:internal: maximum context length is", Fault.INTERNAL),
+    ],
+)
+def test_other_errors_of_backends_are_not_about_the_context(text: str, fault: Fault) -> None:
+    assert classify(text).fault is fault

@@ -97,6 +97,27 @@ async def test_heartbeats_come_while_it_loads(triton: FakeTriton, demand: Any) -
     assert sum(isinstance(event, Accepted) for event in both) == 1
 
 
+async def test_a_load_is_waited_for_though_its_triton_does_not_answer_for_a_moment(
+    triton: FakeTriton, demand: Any
+) -> None:
+    unloaded(triton, "a")
+    loaded = asyncio.Event()
+
+    async def slow(context: Any) -> None:
+        await loaded.wait()
+
+    triton.models["a"].load = slow
+    pool = await demand(triton)
+    waiting = asyncio.create_task(said(pool, "a"))
+    await until(lambda: in_memory(triton) == {"a"})
+    await asyncio.sleep(0.5)
+    triton.restriction = ("no", "index")
+    await asyncio.wait({waiting}, timeout=1)
+    triton.restriction = None
+    loaded.set()
+    assert await waiting == "Hello"
+
+
 async def test_the_model_used_least_recently_makes_room(
     triton: FakeTriton, demand: Any, observer: Any
 ) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +296,52 @@ async def test_heartbeats_hold_the_idle_deadline_off(triton: Any, serve: Serve) 
     events = await collect(pool, generation())
     assert sum(isinstance(event, Heartbeat) for event in events) == 4
     assert text(events) == "late"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_only_a_stream_of_a_model_without_heartbeats_may_be_silent_for_too_long(
+    triton: Any, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    """What does not stream comes when all of it was written, which may take longer than any silence."""
+    monkeypatch.setattr("gateway.triton.pool._SILENCE_S", 0.05)
+    monkeypatch.setattr(dialects, "CHATGLM", replace(CHATGLM, heartbeats=False, channels=None))
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        await asyncio.wait([asyncio.ensure_future(triton.cancelled.wait())], timeout=0.5)
+        yield accepted()
+        yield finished("late", 1)
+
+    triton.model.answer = answer
+    pool = await serve(triton)
+    if stream:
+        with pytest.raises(UnavailableError, match="stopped answering"):
+            await collect(pool, generation(stream=True))
+    else:
+        assert text(await collect(pool, generation())) == "late"
+    assert len(observer.errors) == stream
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_model_that_goes_on_behind_the_answers_end_is_cancelled_and_no_other(
+    triton: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """One that is cancelled at the moment of its end may keep its model from being unloaded."""
+    ended = SimpleNamespace(decode=lambda _: [Accepted(prompt_tokens=5)], over=True, end=list)
+    bare = replace(CHATGLM, channels=None, decoder=lambda _generation, _report: ended)
+    monkeypatch.setattr(dialects, "CHATGLM", bare)
+    goes_on, whole = hanging(accepted()), asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await asyncio.sleep(0.05)
+        yield empty_final()
+        whole.set()
+
+    triton.model.answer = answer if ends else goes_on
+    pool = await serve(triton)
+    assert await collect(pool, generation(stream=True)) == [Accepted(prompt_tokens=5)]
+    await until(lambda: whole.is_set() or triton.cancelled.is_set())
+    assert whole.is_set() == ends
 
 
 async def test_closing_the_generator_reaches_triton(triton: Any, serve: Serve) -> None:

@@ -18,6 +18,7 @@ from tests.gateway.triton.fake_triton import (
     finished,
     generation,
     hanging,
+    hello,
     inputs_of,
     losing,
     refusing,
@@ -244,6 +245,27 @@ async def test_it_goes_on_with_no_other_model(resuming: Any, serve: Serve, other
     with pytest.raises(UnavailableError):
         await task
     assert len(triton.requests) == 1
+
+
+async def test_another_model_serves_undisturbed_what_does_not_go_on_there(
+    resuming: Any, serve: Serve, observer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other = await resuming(), await resuming(max_context=9)
+    first.model.answer = other.model.answer = hanging(accepted())
+    pool = await serve(first, other)
+    answers: list[list[Event]] = [[], []]
+    tasks = [asyncio.create_task(collect(pool.generate(generation()), into)) for into in answers]
+    await until(lambda: all(answers))
+    await first.stop()
+    await until(lambda: bool(observer.errors))
+    first.model.answer = hello
+    await first.start()
+    done, (running,) = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert text(await done.pop()) == "Hello"
+    running.cancel()
+    assert observer.errors == [("m", first.address, "unreachable")]
+    assert other.address not in {getattr(record, "upstream", "") for record in caplog.records}
+    assert len(other.requests) == 1
 
 
 async def test_it_is_an_error_where_nothing_is_to_be_resumed(

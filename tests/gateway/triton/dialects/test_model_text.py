@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from gateway.chat.marked import THINK
 from gateway.chat.styles import STYLES
@@ -51,6 +52,16 @@ def test_what_is_looked_for_in_the_answer() -> None:
     assert model().render(talk(offer=offer)).tools == ("weather",)
     assert model().render(talk(offer=replace(offer, choice="none"))).tools == ()
     assert model().render(talk(), count=True) == RenderedPrompt("Hi", 2, thinks=True, converses=True)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_tokens_of_a_conversation_end_where_no_answer_begins_if_asked(*, exact: bool) -> None:
+    whole = model("{{ messages[0].content }}{% if add_generation_prompt %}: {% endif %}")
+    asked = Tokenization(request_id="r", model="m", prompt=talk(), deadline=0)
+    assert [
+        len(whole.tokens(each, exact=exact).ids)
+        for each in (asked, structs.replace(asked, answer_next=False))
+    ] == [4, 2]
 
 
 @pytest.mark.parametrize("special", [set(), {"<tool_call>"}, {"</think>"}, {"<pad>"}])

@@ -206,6 +206,23 @@ def test_what_the_llm_api_cannot_have_beside_an_image(conversation: Conversation
     assert refused.value.param in ("f", "tools")
 
 
+@pytest.mark.parametrize("seed", ["seed", "random_seed"])
+def test_the_same_prompt_has_other_answers_unless_a_seed_is_asked_for(seed: str) -> None:
+    """The engine's own seed, if a request has none, is the same for all."""
+    contract = trtllm.CONTRACT
+    dialect = contract.dialect(contract.inputs | {seed}, NOT_COUNTING)
+
+    def sent(**changes: Any) -> Any:
+        return given(dialect.request(prepared(dialect, **changes), ModelReport(), 1.0))[seed]
+
+    assert sent() != sent()
+    assert sent(seed=7) == [7]
+    older = contract.dialect(contract.inputs, NOT_COUNTING)
+    assert seed not in given(older.request(prepared(older), ModelReport(), 1.0))
+    with pytest.raises(InvalidRequestError):
+        older.request(prepared(older, seed=7), ModelReport(), 1.0)
+
+
 @pytest.mark.parametrize("contract", [vllm.CONTRACT, trtllm.CONTRACT, llm_api.CONTRACT])
 def test_beams_of_no_backend_are_passed_on(contract: Contract) -> None:
     """Of vLLM's, the oldest releases alone had them as parameters of sampling."""

@@ -151,3 +151,15 @@ def test_an_answer_ends_with_its_only_call(limit: int | None) -> None:
     assert found[-1].finish_reason == "tool_calls"
     assert found[-1].usage is not None
     assert found[-1].usage.completion_tokens == 2 * len(CALL)  # those that were generated
+
+
+def test_an_answer_ends_with_its_stop_string_though_the_backend_goes_on() -> None:
+    reader = answer(stop=["END"], n=2)
+    reader.take(News(text="one EN"))
+    assert not reader.over
+    reader.take(News(text="D and so on"))
+    assert not reader.over, "the other choice has not ended"
+    reader.take(News(text="END", index=1))
+    assert reader.over
+    ends = [(delta.finish_reason, delta.stop_reason) for delta in deltas(reader.end())]
+    assert ends == [("stop", "END")] * 2
