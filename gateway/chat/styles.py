@@ -96,6 +96,8 @@ class PairArguments:
     """
 
     pair: ClassVar[re.Pattern[str]]
+    closing: ClassVar[str]
+    """The mark behind a value. It is looked for first: a file's text, say, comes in thousands of pieces."""
     end: ClassVar[str]
     """The mark behind them."""
 
@@ -109,7 +111,7 @@ class PairArguments:
         """See `Arguments.take`."""
         written = "{" if self._pairs is None else ""
         self._pairs = self._pairs or 0
-        while (pair := self.pair.match(text)) is not None:
+        while self.closing in text and (pair := self.pair.match(text)) is not None:
             key, value = pair[1].strip(), pair[2]
             pieces = (key, value if key in self._strings else _value(value))
             shown = ": ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
@@ -137,6 +139,7 @@ class TaggedArguments(PairArguments):
     """As Qwen3-Coder writes them."""
 
     pair = re.compile(r"\s*<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    closing = "</parameter>"
     end = "</function>"
 
     @staticmethod
@@ -155,6 +158,7 @@ class KeyedArguments(PairArguments):
     """As GLM-4.5 writes them; the mark behind them is that behind the call."""
 
     pair = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    closing = "</arg_value>"
     end = _CALLED
 
     def behind(self, text: str) -> str:

@@ -1,7 +1,9 @@
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -362,6 +364,28 @@ def test_a_schema_says_which_values_are_strings(style: str, cuts: list[int]) -> 
     assert isinstance(call, CallPart)
     assert json.loads(call.arguments) == values | {"days": 12, "on": True}
     assert said == "Done."
+
+
+@pytest.mark.parametrize("style", PAIR_FORMS)
+def test_a_long_value_is_read_once_not_with_each_of_its_pieces(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, reads = STYLES[style].arguments.pair, []  # type: ignore[attr-defined]
+
+    class Counted:
+        @staticmethod
+        def match(text: str) -> re.Match[str] | None:
+            reads.append(len(text))
+            return cast("re.Match[str] | None", pair.match(text))
+
+    monkeypatch.setattr(STYLES[style].arguments, "pair", Counted)
+    begin, end = CALLS[style].split("Berlin")
+    reader = MarkedText(STYLES[style], TOOLS)
+    pieces = [each for text in (begin, *["abc "] * 1000, end) for each in reader.push(text)]
+    (call,) = joined_pieces([*pieces, *reader.end()])
+    assert isinstance(call, CallPart)
+    assert json.loads(call.arguments) == {"city": "abc " * 1000}
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize(
