@@ -230,14 +230,15 @@ class MessagesAnswer(EventsAnswer):
         last = self._last
         if last is None or last.finish_reason is None or last.usage is None:
             raise incomplete()
-        cut = last.finish_reason == "length"
         at_end = len(self._blocks) - 1
+        # What ends an answer by the request's own will may do so within a call.
+        cut = last.finish_reason == "length" or last.stop_reason is not None
         content = [block.complete(cut=cut and at == at_end) for at, block in enumerate(self._blocks)]
         stopped_by = last.stop_reason if last.stop_reason in self._stops else None
         reason: StopReason = "end_turn" if stopped_by is None else "stop_sequence"
-        if cut:
+        if last.finish_reason == "length":
             reason = "max_tokens"
-        elif any(isinstance(block, AnswerToolUse) for block in content):
+        elif last.finish_reason == "tool_calls":
             reason, stopped_by = "tool_use", None
         return replace(
             self.document,
