@@ -172,14 +172,13 @@ class Strict(BaseModel):
             if name in neutral and not _asks_nothing(value, neutral[name]):
                 refusal = cls.refusals.get(name, _UNSUPPORTED) + _only(neutral[name])
                 raise fault(name, refusal, "unsupported")
-        # Null, false and what is empty ask for nothing.
+        # Null, false and what is empty ask for nothing, but where something else does.
         unknown = (
             name
             for name, value in document.items()
-            if value
-            and name not in known
+            if name not in known
             and name not in neutral
-            and not (name in cls.defaults and _asks_nothing(value, cls.defaults[name]))
+            and (not _asks_nothing(value, cls.defaults[name]) if name in cls.defaults else value)
         )
         reading = Reading.of(info)
         if reading.strict:

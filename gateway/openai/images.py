@@ -47,6 +47,8 @@ DataUrl = Annotated[str, AfterValidator(_data_url)]
 class ImageUrl(Strict, place="messages.content.image_url"):
     """Where an image is."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {"detail": "auto"}
+
     url: DataUrl
 
 
@@ -67,6 +69,7 @@ class InputImagePart(Strict, place="input.content"):
     """An image in a message of `/v1/responses`."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"file_id": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"detail": "auto"}
 
     text: ClassVar[str] = ""
     type: Literal["input_image"]

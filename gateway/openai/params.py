@@ -127,6 +127,7 @@ class GenerationRequest(Body, ABC):
         "use_beam_search": False,
     }
     defaults: ClassVar[Mapping[str, Any]] = {
+        "enable_thinking": True,
         "return_mm_kwargs": True,
         "thinking_token_budget": -1,
         "verbosity": "medium",
