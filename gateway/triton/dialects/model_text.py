@@ -157,8 +157,8 @@ class ModelText:
             "The model's backend takes prompts as text only.", param=field_name or "prompt"
         )
 
-    def written(self, prompt: Conversation) -> str:
-        """Return a conversation as the model's template writes it.
+    def written(self, prompt: Conversation, *, answer_next: bool = True) -> str:
+        """Return a conversation as the model's template writes it; `answer_next` as in a `Tokenization`.
 
         Raises:
             InvalidRequestError: there is no template, or it cannot express the conversation.
@@ -173,18 +173,16 @@ class ModelText:
                 "The model's backend cannot be made to call a tool; auto and none can be chosen.",
                 param=offer.choice_field,
             )
-        return self.template.render(prompt)
+        return self.template.render(prompt, answer_next=answer_next)
 
-    def encoded(
-        self, prompt: Prompt, field_name: str | None = None, *, prefix: bool = True
-    ) -> RenderedPrompt:
+    def encoded(self, prompt: Prompt, field_name: str | None = None) -> RenderedPrompt:
         """Return a prompt with its ids; a template writes the beginning of all text itself.
 
         Raises:
             InvalidRequestError: the model takes no such prompt.
         """
         text = self.written(prompt) if isinstance(prompt, Conversation) else self.text(prompt, field_name)
-        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation) or not prefix)
+        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation))
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
     def exact_tokens(self, tokenization: Tokenization) -> Tokens:
@@ -196,9 +194,13 @@ class ModelText:
         prompt = tokenization.prompt
         if not isinstance(prompt, Conversation | PlainText):
             return self.tokens(tokenization)
-        ids = self.encoded(prompt, prefix=tokenization.prefix).ids
-        pad = self.required_vocabulary().pad
-        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=pad)
+        vocabulary, rendered = self.required_vocabulary(), not tokenization.prefix
+        if isinstance(prompt, Conversation):
+            text, rendered = self.written(prompt, answer_next=tokenization.answer_next), True
+        else:
+            text = prompt.text
+        ids = vocabulary.encode(text, rendered=rendered)
+        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=vocabulary.pad)
 
     def required_vocabulary(self) -> Vocabulary:
         """Return the tokenizer of a model that takes nothing but ids.
@@ -226,7 +228,8 @@ class ModelText:
             )
         prompt = tokenization.prompt
         if isinstance(prompt, Conversation):
-            ids = self.vocabulary.encode(self.text(prompt), rendered=False)
+            text = self.written(prompt, answer_next=tokenization.answer_next)
+            ids = self.vocabulary.encode(self.vocabulary.for_text_backend(text), rendered=False)
         elif isinstance(prompt, PlainText):
             ids = self.vocabulary.encode(prompt.text, rendered=not tokenization.prefix)
         else:

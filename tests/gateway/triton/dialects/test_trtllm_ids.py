@@ -125,7 +125,7 @@ def test_a_conversation_is_rendered_and_ids_are_taken_as_they_are(dialect: Diale
     assert written(dialect, prompt=TokenIds((1, 2)))["input_ids"] == [1, 2]
     assert dialect.tokens is not None
     asked = Tokenization(request_id="r", model="m", prompt=conversation, deadline=0.0, strings=True)
-    assert dialect.tokens(asked).ids == (OTHER_END, 97)
+    assert dialect.tokens(asked).ids == [OTHER_END, 97]
 
 
 @pytest.mark.parametrize(("field", "value"), [("prompt", TokenIds((2**40,))), ("max_tokens", 2**40)])
