@@ -27,8 +27,8 @@ _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
 _CALLS: Final = "[TOOL_CALLS]"
 _PYTHON: Final = "<|python_tag|>"
-_LONGEST_NAME: Final = 64
-"""OpenAI's limit on the name of a function."""
+_LONGEST_NAME: Final = 128
+"""As long as the name of a tool may be."""
 
 
 class Wrapping(enum.Enum):

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.core.request import Conversation, Message, ToolOffer, images_in
 from gateway.errors import InvalidRequestError
+from wire.calls import read_json
 
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -245,11 +246,9 @@ def _parts(message: Message) -> list[dict[str, str]]:
 
 
 def _arguments(text: str) -> Any:
-    """Return arguments as an object; those that are no JSON stay the text that the model wrote."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    """Return arguments as an object; those that are none stay the text that the model wrote."""
+    arguments = read_json(text)
+    return text if arguments is None else arguments
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:

@@ -53,10 +53,15 @@ def shallow(value: Any) -> Any:
         if not containers:
             return value
         level = list(chain.from_iterable(containers))
-    raise PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
+    raise too_deep()
 
 
-_encode = msgspec.json.Encoder().encode
+def too_deep() -> PydanticCustomError:
+    """Return the fault of a value that nests deeper than `MAX_DEPTH`."""
+    return PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
+
+
+encode = msgspec.json.Encoder().encode
 
 Schema = Annotated[dict[str, Any], AfterValidator(shallow)]
 
@@ -191,7 +196,7 @@ def grammar_of(way: str, value: Any, field: str) -> Grammar | None:
         check_repeats([value], field)
         return Grammar(kind="regex", text=value, field=field)
     if way == "choice":
-        return _bounded(Grammar(kind="choice", text=_encode(value).decode(), field=field))
+        return _bounded(Grammar(kind="choice", text=encode(value).decode(), field=field))
     if way == "grammar":
         return Grammar(kind="lark", text=value, field=field)
     return schema_grammar(_decoded(value, field) if isinstance(value, str) else value, field)
@@ -206,7 +211,7 @@ def schema_grammar(schema: dict[str, Any] | None, field: str) -> Grammar:
     if schema is None:
         return Grammar(kind="json_object", field=field)
     check_repeats(patterns_of(schema), field)
-    return _bounded(Grammar(kind="json_schema", text=_encode(schema).decode(), field=field))
+    return _bounded(Grammar(kind="json_schema", text=encode(schema).decode(), field=field))
 
 
 def _bounded(grammar: Grammar) -> Grammar:

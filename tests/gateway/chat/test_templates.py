@@ -102,6 +102,13 @@ def test_what_transformers_adds_to_jinja_is_here(theirs: Any, template: str) -> 
     assert ChatTemplate({"default": template}, {}).render(talk, answer_next=False) == expected
 
 
+@pytest.mark.parametrize("written", ["Hm.", '{"city":,}', pytest.param("[" * 50_000, id="deep")])
+def test_arguments_of_the_past_that_are_no_object_stay_text(written: str) -> None:
+    call = PastCall(id="1", name="weather", arguments=written)
+    talk = Conversation((Message(role="assistant", content="", calls=(call,)),))
+    assert f'"weather": {json.dumps(written)}' in ChatTemplate({"default": TURNS}, {}).render(talk)
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     ours = ChatTemplate({"default": TURNS}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))
