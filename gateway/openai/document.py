@@ -351,12 +351,15 @@ def _completed(document: dict[str, Any], model: type[Body], reading: Reading) ->
 
 
 def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:
-    """Report the fault deepest in the document: in a union, that is the branch that matched furthest."""
+    """Report the fault deepest in the document: in a union, that is the branch that matched furthest.
+
+    Of equals it is rather one of a value of the right type.
+    """
     faults = [
         (_path_in(document, each["loc"], missing=each["type"] == "missing"), each)
         for each in error.errors(include_url=False, include_input=False)
     ]
-    path, deepest = max(faults, key=lambda item: len(item[0]))
+    path, deepest = max(faults, key=lambda item: (len(item[0]), not item[1]["type"].endswith("_type")))
     dotted = ".".join(map(str, path))
     message = deepest["msg"].removeprefix("Value error, ")
     match deepest["type"]:

@@ -231,6 +231,13 @@ def test_the_refusal_of_state_says_what_to_do_instead(parameters: dict[str, Any]
 ASKED = {"role": "user", "content": "?"}
 
 
+@pytest.mark.parametrize(("value", "message"), [([], "at least 1 item"), (5, "valid string")])
+def test_an_input_of_the_right_type_is_told_what_it_lacks(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        ResponsesRequest.read(json.dumps({"model": "m", "input": value}).encode())
+    assert refused.value.param == "input"
+
+
 def call(call_id: str = "call_a", name: str = "now", arguments: str = "{}", **more: Any) -> dict[str, Any]:
     return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, **more}
 
