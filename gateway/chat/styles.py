@@ -27,8 +27,8 @@ _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
 _CALLS: Final = "[TOOL_CALLS]"
 _PYTHON: Final = "<|python_tag|>"
-_LONGEST_NAME: Final = 128
-"""As long as the name of a tool may be."""
+_NAME: Final = re.compile(r"[\w-]{0,128}", re.ASCII)
+"""Of a tool, as far as it came."""
 
 
 class Wrapping(enum.Enum):
@@ -297,7 +297,7 @@ _FIRST_KEY: Final = 64
 
 def _begins_line(text: str) -> bool:
     name, line, arguments = text.partition("\n")
-    if len(name) > _LONGEST_NAME or any(each.isspace() for each in name):
+    if _NAME.fullmatch(name) is None:
         return False
     return not line or not arguments.strip() or arguments.lstrip().startswith("{")
 

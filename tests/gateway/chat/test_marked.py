@@ -217,6 +217,10 @@ def test_text_is_not_held_back_without_a_reason() -> None:
     assert reader.push("box>") == [" <toolbox>"]
 
 
+def test_text_without_spaces_is_no_name() -> None:
+    assert MarkedText(STYLES["glm4"], TOOLS).push("今天") == ["今天"]
+
+
 @pytest.mark.parametrize("cuts", [[], list(range(100))])
 @pytest.mark.parametrize("style", [None, "hermes"])
 def test_reasoning_comes_apart(style: str | None, cuts: list[int]) -> None:
