@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from gateway.anthropic.errors import MessagesError, messages_error
 from gateway.anthropic.request import MessagesRequest
-from gateway.core.events import Delta, Piece, Reasoning, Timings, Usage
+from gateway.core.events import CallPart, Delta, Piece, Reasoning, Timings, Usage
 from gateway.errors import GatewayError, UpstreamProtocolError
 from gateway.openai.answer import EventsAnswer, encode, incomplete, new_id
 
@@ -92,6 +92,7 @@ def _tagged(tag: str, **fields: Any) -> Any:
 _TextDelta = _tagged("text_delta", text=str)
 _ThinkingDelta = _tagged("thinking_delta", thinking=str)
 _InputDelta = _tagged("input_json_delta", partial_json=str)
+_DELTAS = {AnswerText: _TextDelta, AnswerThinking: _ThinkingDelta, AnswerToolUse: _InputDelta}
 _Start = _tagged("message_start", message=MessageDocument)
 _BlockStart = _tagged("content_block_start", index=int, content_block=AnswerBlock)
 _BlockDelta = _tagged("content_block_delta", index=int, delta=_TextDelta | _ThinkingDelta | _InputDelta)
@@ -122,20 +123,13 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def goes_on_with(self, piece: Piece) -> bool:
-        if isinstance(piece, str):
-            return isinstance(self.start, AnswerText)
-        if isinstance(piece, Reasoning):
-            return isinstance(self.start, AnswerThinking)
-        return piece.name is None
+        if isinstance(piece, CallPart):
+            return piece.name is None
+        return isinstance(self.start, AnswerText if isinstance(piece, str) else AnswerThinking)
 
     def added(self, text: str) -> Any:
         self.pieces.append(text)
-        match self.start:
-            case AnswerText():
-                return _TextDelta(text)
-            case AnswerThinking():
-                return _ThinkingDelta(text)
-        return _InputDelta(text)
+        return _DELTAS[type(self.start)](text)
 
     def complete(self, *, cut: bool) -> AnswerBlock:
         """Return it with its content; `cut`: it may have been broken off."""

@@ -41,10 +41,10 @@ from gateway.openai.document import (
     text_of,
 )
 from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
-from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopString, TokenBound
+from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopStrings, TokenBound
 from gateway.openai.structured import Schema, schema_grammar, shallow
 from gateway.openai.tools import CallId, ChoiceMode, Function, ToolName, offer_of
-from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
+from wire.limits import TOOLS_LIMIT
 
 
 class TextInput(Strict, place="messages.content"):
@@ -339,7 +339,7 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
     """A request for a message. Null means absent everywhere."""
 
     max_tokens: TokenBound
-    stop_sequences: Annotated[Items[StopString], Field(max_length=STOPS_LIMIT)] | None = None
+    stop_sequences: StopStrings | None = None
     metadata: Annotated[Unread, BOOKKEEPING] = None
 
     @property

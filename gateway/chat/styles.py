@@ -100,6 +100,8 @@ class PairArguments:
     """The mark behind a value. It is looked for first: a file's text, say, comes in thousands of pieces."""
     end: ClassVar[str]
     """The mark behind them."""
+    owns_end: ClassVar[bool] = True
+    """Whether that is theirs, not the call's."""
 
     def __init__(self, _mark: str, strings: Collection[str]) -> None:
         self._strings = strings
@@ -121,13 +123,9 @@ class PairArguments:
         said = text.lstrip()
         if said.startswith(self.end):
             self.complete = True
-            return written + "}", self.behind(said)
+            return written + "}", said.removeprefix(self.end) if self.owns_end else said
         self.broken = not self.may_be_pair(said) and not self.end.startswith(said)
         return written, text
-
-    def behind(self, text: str) -> str:
-        """Return what of `text`, which begins with the mark behind them, was not read."""
-        return text.removeprefix(self.end)
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -155,15 +153,11 @@ _VALUE: Final = "<arg_value>"
 
 
 class KeyedArguments(PairArguments):
-    """As GLM-4.5 writes them; the mark behind them is that behind the call."""
+    """As GLM-4.5 writes them."""
 
     pair = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
     closing = "</arg_value>"
-    end = _CALLED
-
-    def behind(self, text: str) -> str:
-        """See `PairArguments.behind`."""
-        return text
+    end, owns_end = _CALLED, False
 
     @staticmethod
     def may_be_pair(text: str) -> bool:

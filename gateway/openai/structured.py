@@ -109,16 +109,20 @@ ResponseFormat = Annotated[
 ]
 
 
-def format_grammar(form: PlainFormat | JsonSchemaFormat | None) -> Grammar | None:
-    """Return the grammar of a `response_format`; None: the answer is free.
+def format_grammar(
+    form: PlainFormat | JsonSchemaFormat | JsonSchema | None, field: str = "response_format"
+) -> Grammar | None:
+    """Return the grammar of the request's `field`; None: the answer is free.
 
     Raises:
         InvalidRequestError: its schema is too large.
     """
     if isinstance(form, JsonSchemaFormat):
-        return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+        return schema_grammar(form.json_schema.schema_, f"{field}.json_schema.schema")
+    if isinstance(form, JsonSchema):
+        return schema_grammar(form.schema_, f"{field}.schema")
     wanted = form is not None and form.type == "json_object"
-    return Grammar(kind="json_object", field="response_format") if wanted else None
+    return Grammar(kind="json_object", field=field) if wanted else None
 
 
 AnySchema = Schema | str
