@@ -149,11 +149,6 @@ class ChatForm:
     """None: no tools, and a conversation is rounds of question and answer. Otherwise every message is a
     turn."""
 
-    @property
-    def rounds(self) -> bool:
-        """Whether a conversation is rounds of question and answer."""
-        return self.tools is None
-
 
 _FORMS: Final[Mapping[str, ChatForm]] = {
     form.name: form

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from gateway.core.request import Image
 from gateway.openai.document import AnyPart, Items, P, Strict, text_of
@@ -73,12 +73,7 @@ class InputImagePart(Strict, place="input.content"):
 
     text: ClassVar[str] = ""
     type: Literal["input_image"]
-    image_url: DataUrl
-
-    @property
-    def source(self) -> str:
-        """The image as a data: URL."""
-        return self.image_url
+    source: Annotated[DataUrl, Field(alias="image_url")]
 
 
 def joined(content: str | list[P]) -> str | list[P]:

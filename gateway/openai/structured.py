@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.core.request import Grammar
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Items, Strict
+from gateway.openai.document import Items, Strict, type_of
 from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT
 
 MAX_DEPTH = 64
@@ -92,8 +92,7 @@ class JsonSchemaFormat(Strict, place="response_format"):
 
 def _tag(value: Any) -> str | None:
     """Return the tag of the format that `value` is, by its type."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(str(kind))
+    return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(type_of(value) or "")
 
 
 BY_TYPE: Final = Discriminator(
