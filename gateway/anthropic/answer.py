@@ -201,7 +201,8 @@ class MessagesAnswer(EventsAnswer):
 
     def _added(self, delta: Delta) -> Iterator[Struct]:
         for piece in delta.pieces:
-            text = piece if isinstance(piece, str) else _text_of(piece)
+            said = piece.arguments if isinstance(piece, CallPart) else piece
+            text = said.text if isinstance(said, Reasoning) else said
             if not self._blocks or not self._blocks[-1].goes_on_with(piece):
                 if piece == "":
                     continue
@@ -224,10 +225,9 @@ class MessagesAnswer(EventsAnswer):
         last = self._last
         if last is None or last.finish_reason is None or last.usage is None:
             raise incomplete()
-        at_end = len(self._blocks) - 1
         # What ends an answer by the request's own will may do so within a call.
         cut = last.finish_reason == "length" or last.stop_reason is not None
-        content = [block.complete(cut=cut and at == at_end) for at, block in enumerate(self._blocks)]
+        content = [block.complete(cut=cut and block is self._blocks[-1]) for block in self._blocks]
         stopped_by = last.stop_reason if last.stop_reason in self._stops else None
         reason: StopReason = "end_turn" if stopped_by is None else "stop_sequence"
         if last.finish_reason == "length":
@@ -241,7 +241,3 @@ class MessagesAnswer(EventsAnswer):
             stop_sequence=stopped_by,
             usage=MessagesUsage.of(last.usage),
         )
-
-
-def _text_of(piece: Any) -> str:
-    return str(piece.text if isinstance(piece, Reasoning) else piece.arguments)

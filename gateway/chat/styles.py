@@ -18,7 +18,9 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn, Protocol
+from typing import Any, ClassVar, Final, Protocol
+
+import msgspec
 
 from gateway.chat.calls import JsonEnd
 from gateway.core.events import CallPart
@@ -269,13 +271,9 @@ def _read_pairs(text: str) -> list[CallPart] | None:
 def _value(text: str) -> Any:
     """Read a value: JSON, or else a string as it stands."""
     try:
-        return json.loads(text, parse_constant=_no_json)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return text
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(constant)
 
 
 def _begins_object(text: str) -> bool:

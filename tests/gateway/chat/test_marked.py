@@ -168,6 +168,14 @@ def test_arguments_are_what_the_model_wrote(style: str, text: str, arguments: st
     assert read(text, style, cuts) == ("", "", [CallPart("weather", arguments)])
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e400", r'"\ud800"'])
+def test_a_value_that_json_cannot_hold_is_a_string(value: str) -> None:
+    text = f"<tool_call>weather<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    (call,) = read(text, "glm45")[2]
+    call.arguments.encode()
+    assert json.loads(call.arguments) == {"a": value}
+
+
 @pytest.mark.parametrize("style", CALLS)
 def test_text_behind_a_call_is_text(style: str) -> None:
     assert read(CALLS[style] + " Done?", style) == ("", " Done?", [BERLIN])
