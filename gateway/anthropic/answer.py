@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from gateway.anthropic.errors import MessagesError, messages_error
 from gateway.anthropic.request import MessagesRequest
-from gateway.core.events import Delta, Piece, Reasoning, Timings, Usage
+from gateway.core.events import CallPart, Delta, Piece, Reasoning, Timings, Usage
 from gateway.errors import GatewayError, UpstreamProtocolError
 from gateway.openai.answer import EventsAnswer, encode, incomplete, new_id
 
@@ -92,6 +92,7 @@ def _tagged(tag: str, **fields: Any) -> Any:
 _TextDelta = _tagged("text_delta", text=str)
 _ThinkingDelta = _tagged("thinking_delta", thinking=str)
 _InputDelta = _tagged("input_json_delta", partial_json=str)
+_DELTAS = {AnswerText: _TextDelta, AnswerThinking: _ThinkingDelta, AnswerToolUse: _InputDelta}
 _Start = _tagged("message_start", message=MessageDocument)
 _BlockStart = _tagged("content_block_start", index=int, content_block=AnswerBlock)
 _BlockDelta = _tagged("content_block_delta", index=int, delta=_TextDelta | _ThinkingDelta | _InputDelta)
@@ -122,20 +123,13 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def goes_on_with(self, piece: Piece) -> bool:
-        if isinstance(piece, str):
-            return isinstance(self.start, AnswerText)
-        if isinstance(piece, Reasoning):
-            return isinstance(self.start, AnswerThinking)
-        return piece.name is None
+        if isinstance(piece, CallPart):
+            return piece.name is None
+        return isinstance(self.start, AnswerText if isinstance(piece, str) else AnswerThinking)
 
     def added(self, text: str) -> Any:
         self.pieces.append(text)
-        match self.start:
-            case AnswerText():
-                return _TextDelta(text)
-            case AnswerThinking():
-                return _ThinkingDelta(text)
-        return _InputDelta(text)
+        return _DELTAS[type(self.start)](text)
 
     def complete(self, *, cut: bool) -> AnswerBlock:
         """Return it with its content; `cut`: it may have been broken off."""
@@ -207,7 +201,8 @@ class MessagesAnswer(EventsAnswer):
 
     def _added(self, delta: Delta) -> Iterator[Struct]:
         for piece in delta.pieces:
-            text = piece if isinstance(piece, str) else _text_of(piece)
+            said = piece.arguments if isinstance(piece, CallPart) else piece
+            text = said.text if isinstance(said, Reasoning) else said
             if not self._blocks or not self._blocks[-1].goes_on_with(piece):
                 if piece == "":
                     continue
@@ -230,14 +225,14 @@ class MessagesAnswer(EventsAnswer):
         last = self._last
         if last is None or last.finish_reason is None or last.usage is None:
             raise incomplete()
-        cut = last.finish_reason == "length"
-        at_end = len(self._blocks) - 1
-        content = [block.complete(cut=cut and at == at_end) for at, block in enumerate(self._blocks)]
+        # What ends an answer by the request's own will may do so within a call.
+        cut = last.finish_reason == "length" or last.stop_reason is not None
+        content = [block.complete(cut=cut and block is self._blocks[-1]) for block in self._blocks]
         stopped_by = last.stop_reason if last.stop_reason in self._stops else None
         reason: StopReason = "end_turn" if stopped_by is None else "stop_sequence"
-        if cut:
+        if last.finish_reason == "length":
             reason = "max_tokens"
-        elif any(isinstance(block, AnswerToolUse) for block in content):
+        elif last.finish_reason == "tool_calls":
             reason, stopped_by = "tool_use", None
         return replace(
             self.document,
@@ -246,7 +241,3 @@ class MessagesAnswer(EventsAnswer):
             stop_sequence=stopped_by,
             usage=MessagesUsage.of(last.usage),
         )
-
-
-def _text_of(piece: Any) -> str:
-    return str(piece.text if isinstance(piece, Reasoning) else piece.arguments)

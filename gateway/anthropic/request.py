@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -41,10 +42,10 @@ from gateway.openai.document import (
     text_of,
 )
 from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
-from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopString, TokenBound
+from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopStrings, TokenBound
 from gateway.openai.structured import Schema, schema_grammar, shallow
 from gateway.openai.tools import CallId, ChoiceMode, Function, ToolName, offer_of
-from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
+from wire.limits import TOOLS_LIMIT
 
 
 class TextInput(Strict, place="messages.content"):
@@ -54,8 +55,24 @@ class TextInput(Strict, place="messages.content"):
     text: str
 
 
+_BILLING: Final = "x-anthropic-billing-header"
+
+
+def _without_billing(text: str, info: ValidationInfo) -> str:
+    """Leave out the line that Claude Code begins with: it differs each time, and no prefix would be found."""
+    if not text.startswith(f"{_BILLING}:"):
+        return text
+    ignore(info, f"system.{_BILLING}")
+    return text.partition("\n")[2]
+
+
+SystemString = Annotated[str, AfterValidator(_without_billing)]
+
+
 class SystemText(TextInput, place="system"):
     """A part of the system message."""
+
+    text: SystemString
 
 
 class ResultText(TextInput, place="messages.content.content"):
@@ -297,9 +314,10 @@ class ConversationRequest(Body):
     messages: Annotated[
         Items[MessageInput], Field(min_length=1, max_length=MESSAGES_LIMIT), at_most(MESSAGES_LIMIT)
     ]
-    system: Annotated[Content[SystemText] | None, Field(description="a system message before all others")] = (
-        None
-    )
+    system: Annotated[
+        Annotated[SystemString | Items[SystemText], AfterValidator(text_of)] | None,
+        Field(description="a system message before all others"),
+    ] = None
     tools: (
         Annotated[Items[Annotated[CustomTool, BeforeValidator(_custom)]], Field(max_length=TOOLS_LIMIT)]
         | None
@@ -339,7 +357,7 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
     """A request for a message. Null means absent everywhere."""
 
     max_tokens: TokenBound
-    stop_sequences: Annotated[Items[StopString], Field(max_length=STOPS_LIMIT)] | None = None
+    stop_sequences: StopStrings | None = None
     metadata: Annotated[Unread, BOOKKEEPING] = None
 
     @property

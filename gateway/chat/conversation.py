@@ -23,8 +23,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-import msgspec
-
 from gateway.chat.calls import (
     CallReader,
     FencedCallReader,
@@ -35,7 +33,7 @@ from gateway.chat.calls import (
 from gateway.core.request import Grammar, Message, NamedTool, ToolOffer
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from wire import grammar as wire_grammar
-from wire.calls import NOTATIONS, CallNotation
+from wire.calls import NOTATIONS, CallNotation, read_json
 from wire.grammar import CallableTool, ToolCalls
 from wire.history import Turn
 
@@ -151,11 +149,6 @@ class ChatForm:
     """None: no tools, and a conversation is rounds of question and answer. Otherwise every message is a
     turn."""
 
-    @property
-    def rounds(self) -> bool:
-        """Whether a conversation is rounds of question and answer."""
-        return self.tools is None
-
 
 _FORMS: Final[Mapping[str, ChatForm]] = {
     form.name: form
@@ -255,8 +248,9 @@ def _turns(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer | None
         if message.content or not message.calls:
             turns.append(Turn(message.role, message.content))
         for call in message.calls:
-            arguments = msgspec.json.decode(call.arguments)
-            turns.append(Turn("assistant", tools.notation.write(arguments), metadata=call.name))
+            arguments = read_json(call.arguments)
+            written = call.arguments if arguments is None else tools.notation.write(arguments)
+            turns.append(Turn("assistant", written, metadata=call.name))
         caller, results = message, []
     return turns + _observations(caller, results)
 

@@ -18,7 +18,9 @@ import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn, Protocol
+from typing import Any, ClassVar, Final, Protocol
+
+import msgspec
 
 from gateway.chat.calls import JsonEnd
 from gateway.core.events import CallPart
@@ -27,8 +29,8 @@ _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
 _CALLS: Final = "[TOOL_CALLS]"
 _PYTHON: Final = "<|python_tag|>"
-_LONGEST_NAME: Final = 64
-"""OpenAI's limit on the name of a function."""
+_NAME: Final = re.compile(r"[\w-]{0,128}", re.ASCII)
+"""Of a tool, as far as it came."""
 
 
 class Wrapping(enum.Enum):
@@ -96,8 +98,12 @@ class PairArguments:
     """
 
     pair: ClassVar[re.Pattern[str]]
+    closing: ClassVar[str]
+    """The mark behind a value. It is looked for first: a file's text, say, comes in thousands of pieces."""
     end: ClassVar[str]
     """The mark behind them."""
+    owns_end: ClassVar[bool] = True
+    """Whether that is theirs, not the call's."""
 
     def __init__(self, _mark: str, strings: Collection[str]) -> None:
         self._strings = strings
@@ -109,7 +115,7 @@ class PairArguments:
         """See `Arguments.take`."""
         written = "{" if self._pairs is None else ""
         self._pairs = self._pairs or 0
-        while (pair := self.pair.match(text)) is not None:
+        while self.closing in text and (pair := self.pair.match(text)) is not None:
             key, value = pair[1].strip(), pair[2]
             pieces = (key, value if key in self._strings else _value(value))
             shown = ": ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
@@ -119,13 +125,9 @@ class PairArguments:
         said = text.lstrip()
         if said.startswith(self.end):
             self.complete = True
-            return written + "}", self.behind(said)
+            return written + "}", said.removeprefix(self.end) if self.owns_end else said
         self.broken = not self.may_be_pair(said) and not self.end.startswith(said)
         return written, text
-
-    def behind(self, text: str) -> str:
-        """Return what of `text`, which begins with the mark behind them, was not read."""
-        return text.removeprefix(self.end)
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -137,6 +139,7 @@ class TaggedArguments(PairArguments):
     """As Qwen3-Coder writes them."""
 
     pair = re.compile(r"\s*<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    closing = "</parameter>"
     end = "</function>"
 
     @staticmethod
@@ -152,14 +155,11 @@ _VALUE: Final = "<arg_value>"
 
 
 class KeyedArguments(PairArguments):
-    """As GLM-4.5 writes them; the mark behind them is that behind the call."""
+    """As GLM-4.5 writes them."""
 
     pair = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-    end = _CALLED
-
-    def behind(self, text: str) -> str:
-        """See `PairArguments.behind`."""
-        return text
+    closing = "</arg_value>"
+    end, owns_end = _CALLED, False
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -271,13 +271,9 @@ def _read_pairs(text: str) -> list[CallPart] | None:
 def _value(text: str) -> Any:
     """Read a value: JSON, or else a string as it stands."""
     try:
-        return json.loads(text, parse_constant=_no_json)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return text
-
-
-def _no_json(constant: str) -> NoReturn:
-    raise ValueError(constant)
 
 
 def _begins_object(text: str) -> bool:
@@ -293,7 +289,7 @@ _FIRST_KEY: Final = 64
 
 def _begins_line(text: str) -> bool:
     name, line, arguments = text.partition("\n")
-    if len(name) > _LONGEST_NAME or any(each.isspace() for each in name):
+    if _NAME.fullmatch(name) is None:
         return False
     return not line or not arguments.strip() or arguments.lstrip().startswith("{")
 

@@ -11,6 +11,7 @@ Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -23,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.core.request import Conversation, Message, ToolOffer, images_in
 from gateway.errors import InvalidRequestError
+from wire.calls import read_json
 
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -35,6 +37,8 @@ _OF_MESSAGES: Final = frozenset({"reasoning_content", "reasoning"})
 _IMAGE: Final = "image"
 """The type of a content's part for which a template writes the mark of an image."""
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONTINUED: Final = "\ue000\t"
+"""Behind a text that is to be continued, while it is rendered: a mark of no script, and a blank."""
 _SHORT_ID: Final = 9
 """Characters of the ids of calls that Mistral's templates demand, letters and digits all."""
 
@@ -124,7 +128,7 @@ class ChatTemplate:
 
         Args:
             conversation: whose messages it writes; tools are offered unless their choice is `none`.
-            answer_next: false: the messages alone, each as if it were not the last.
+            answer_next: false: the messages alone, each with its end.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot express it.
@@ -137,12 +141,13 @@ class ChatTemplate:
         if not self._images:
             for image in images_in(conversation):
                 raise InvalidRequestError("the model's chat template knows no images", param=image.field)
-        messages = [self._document(message) for message in conversation.messages]
+        *others, last = conversation.messages
+        continues = answer_next and last.role == "assistant" and not last.calls
+        shown = replace(last, content=last.content + _CONTINUED) if continues else last
+        messages = [self._document(message) for message in (*others, shown)]
         offer = conversation.offer
         tools = _tools(offer) if offer is not None and offer.choice != "none" else None
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
-        last = conversation.messages[-1]
-        continues = answer_next and last.role == "assistant" and not last.calls
         try:
             text = self._templates[name].render(
                 messages=messages,
@@ -241,11 +246,9 @@ def _parts(message: Message) -> list[dict[str, str]]:
 
 
 def _arguments(text: str) -> Any:
-    """Return arguments as an object; those that are no JSON stay the text that the model wrote."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    """Return arguments as an object; those that are none stay the text that the model wrote."""
+    arguments = read_json(text)
+    return text if arguments is None else arguments
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:
@@ -263,14 +266,16 @@ def _tools(offer: ToolOffer) -> list[dict[str, Any]]:
 
 
 def _cut_behind(text: str, content: str) -> str:
-    """Return `text` up to the end of its last occurrence of `content`; templates may trim what they write."""
-    for written in (content, content.rstrip(), content.strip()):
-        at = text.rfind(written)
-        if written and at >= 0:
-            return text[: at + len(written)]
-    raise InvalidRequestError(
-        "the model's chat template does not show the last message, which is to be continued", param="messages"
-    )
+    """Return `text` up to the end of `content`, which `_CONTINUED` is behind."""
+    mark, blank = _CONTINUED
+    written, found, rest = text.rpartition(mark)
+    if not found:
+        raise InvalidRequestError(
+            "the model's chat template does not show the last message, which is to be continued",
+            param="messages",
+        )
+    # One that trims what it writes has trimmed the blank, and would have trimmed those of the content.
+    return written if rest.startswith(blank) else written.removesuffix(content[len(content.rstrip()) :])
 
 
 def _to_json(

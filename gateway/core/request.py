@@ -18,7 +18,8 @@ MessageRole = Literal["system", "user", "assistant", "tool"]
 class PastCall:
     """A call made by an earlier assistant message; its results refer to `id`.
 
-    `arguments` is a JSON object as text: parsed, it would take twenty times the memory while it waits.
+    `arguments` is a JSON object as text, or what the model wrote in its place. Parsed, it would take twenty
+    times the memory while it waits.
     """
 
     id: str

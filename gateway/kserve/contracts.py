@@ -208,7 +208,7 @@ def contract_of(chat_format: str | None) -> Contract:
 def _rounds(chat_format: str | None) -> bool:
     """Whether conversations of a model with this chat format are rounds of question and answer."""
     form = known_form(chat_format)
-    return form is not None and form.rounds
+    return form is not None and form.tools is None
 
 
 def config_document(model: str, signature: Signature) -> dict[str, Any]:

@@ -62,12 +62,7 @@ class RefusalPart(Strict, place="messages.content"):
     """A piece of an earlier answer that refused: text like any other."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """What was said."""
-        return self.refusal
+    text: Annotated[str, Field(alias="refusal")]
 
 
 class ThinkingPart(Strict, place="messages.content"):

@@ -236,7 +236,8 @@ class CompletionAnswer(ChunksAnswer):
     def __init__(self, request: CompletionRequest) -> None:
         super().__init__(request)
         self._request = request
-        self._writers = [self._writer() for _ in range(request.choices)]
+        as_ids = bool(request.return_tokens_as_token_ids)
+        self._writers = [LogprobsWriter(request.logprobs or 0, as_ids=as_ids) for _ in range(request.choices)]
         """By choice."""
         self._started: set[int] = set()
 
@@ -267,11 +268,7 @@ class CompletionAnswer(ChunksAnswer):
         if request.logprobs is None:
             return None
         echoed = answer.prompt_logprobs if request.echo else []
-        return self._writer().write([*echoed, *answer.logprobs])
-
-    def _writer(self) -> LogprobsWriter:
-        request = self._request
-        return LogprobsWriter(request.logprobs or 0, as_ids=bool(request.return_tokens_as_token_ids))
+        return self._writers[answer.index].write([*echoed, *answer.logprobs])
 
     def _delta(self, delta: Delta, usage: Usage | UnsetType | None) -> list[bytes]:
         logprobs = delta.prompt_logprobs + (delta.logprobs or ())

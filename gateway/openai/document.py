@@ -172,14 +172,13 @@ class Strict(BaseModel):
             if name in neutral and not _asks_nothing(value, neutral[name]):
                 refusal = cls.refusals.get(name, _UNSUPPORTED) + _only(neutral[name])
                 raise fault(name, refusal, "unsupported")
-        # Null, false and what is empty ask for nothing.
+        # Null, false and what is empty ask for nothing, but where something else does.
         unknown = (
             name
             for name, value in document.items()
-            if value
-            and name not in known
+            if name not in known
             and name not in neutral
-            and not (name in cls.defaults and _asks_nothing(value, cls.defaults[name]))
+            and (not _asks_nothing(value, cls.defaults[name]) if name in cls.defaults else value)
         )
         reading = Reading.of(info)
         if reading.strict:
@@ -352,12 +351,15 @@ def _completed(document: dict[str, Any], model: type[Body], reading: Reading) ->
 
 
 def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:
-    """Report the fault deepest in the document: in a union, that is the branch that matched furthest."""
+    """Report the fault deepest in the document: in a union, that is the branch that matched furthest.
+
+    Of equals it is rather one of a value of the right type.
+    """
     faults = [
         (_path_in(document, each["loc"], missing=each["type"] == "missing"), each)
         for each in error.errors(include_url=False, include_input=False)
     ]
-    path, deepest = max(faults, key=lambda item: len(item[0]))
+    path, deepest = max(faults, key=lambda item: (len(item[0]), not item[1]["type"].endswith("_type")))
     dotted = ".".join(map(str, path))
     message = deepest["msg"].removeprefix("Value error, ")
     match deepest["type"]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from gateway.core.request import Image
 from gateway.openai.document import AnyPart, Items, P, Strict, text_of
@@ -47,6 +47,8 @@ DataUrl = Annotated[str, AfterValidator(_data_url)]
 class ImageUrl(Strict, place="messages.content.image_url"):
     """Where an image is."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {"detail": "auto"}
+
     url: DataUrl
 
 
@@ -67,15 +69,11 @@ class InputImagePart(Strict, place="input.content"):
     """An image in a message of `/v1/responses`."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"file_id": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"detail": "auto"}
 
     text: ClassVar[str] = ""
     type: Literal["input_image"]
-    image_url: DataUrl
-
-    @property
-    def source(self) -> str:
-        """The image as a data: URL."""
-        return self.image_url
+    source: Annotated[DataUrl, Field(alias="image_url")]
 
 
 def joined(content: str | list[P]) -> str | list[P]:

@@ -57,12 +57,6 @@ def _token_id(text: str) -> str:
     return text
 
 
-def _few_stops(stop: str | list[str]) -> str | list[str]:
-    if isinstance(stop, list) and len(stop) > STOPS_LIMIT:
-        raise PydanticCustomError("too_many_stops", f"at most {STOPS_LIMIT} stop strings are allowed")
-    return stop
-
-
 def _not_nothing(kept: int | None) -> int | None:
     if kept == 0:
         raise PydanticCustomError("nothing", "nothing would be left of the prompt; -1 keeps what fits")
@@ -77,6 +71,7 @@ def _cache_key(key: str | None, info: ValidationInfo) -> str | None:
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH_LIMIT)]
+StopStrings = Annotated[Items[StopString], Field(max_length=STOPS_LIMIT)]
 BadWord = Annotated[str, Field(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
 TokenId = Annotated[int, Field(ge=0, lt=ID_LIMIT)]
 TokenKey = Annotated[str, AfterValidator(_token_id)]
@@ -127,6 +122,7 @@ class GenerationRequest(Body, ABC):
         "use_beam_search": False,
     }
     defaults: ClassVar[Mapping[str, Any]] = {
+        "enable_thinking": True,
         "return_mm_kwargs": True,
         "thinking_token_budget": -1,
         "verbosity": "medium",
@@ -139,7 +135,7 @@ class GenerationRequest(Body, ABC):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: Annotated[StopString | Items[StopString], AfterValidator(_few_stops)] | None = None
+    stop: StopString | StopStrings | None = None
     logit_bias: Annotated[dict[TokenKey, Bias] | None, at_most(LOGIT_BIAS_LIMIT)] = None
     stream: bool | None = None
     stream_options: AnyStreamOptions | None = None

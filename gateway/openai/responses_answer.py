@@ -416,7 +416,7 @@ class ResponsesAnswer(EventsAnswer):
             yield self._of_text(self._open, f"{kind}.delta", delta=text, **fields)
 
     def _close(self, status: ItemStatus) -> Iterator[Struct]:
-        """Close the open item, if there is one; arguments that were complete before the end are complete."""
+        """Close the open item, if there is one; a call is as complete as its arguments."""
         if self._is_open(OutputMessage) and self._logprobs:
             yield from self._add_text("")
         opened = self._open
@@ -427,7 +427,7 @@ class ResponsesAnswer(EventsAnswer):
             fields["logprobs"] = _logprobs(opened.logprobs)
         elif isinstance(opened.began, OutputCall):
             fields = {"arguments": opened.text}
-            status = "completed" if _is_json(opened.text) else status
+            status = "completed" if _is_json(opened.text) else "incomplete"
         yield self._of_text(opened, f"{_TEXT[type(opened.began)]}.done", **fields)
         if (part := opened.part()) is not None:
             yield self._of_text(opened, "content_part.done", part=part)

@@ -47,13 +47,7 @@ from gateway.openai.document import (
 )
 from gateway.openai.images import Illustrated, InputImagePart, images_of
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, TokenBound
-from gateway.openai.structured import (
-    BY_TYPE,
-    JsonSchema,
-    PlainFormat,
-    Schema,
-    schema_grammar,
-)
+from gateway.openai.structured import BY_TYPE, JsonSchema, PlainFormat, Schema, format_grammar
 from gateway.openai.tools import CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
@@ -375,11 +369,7 @@ class ResponsesRequest(GenerationRequest):
     @property
     def formatted(self) -> Grammar | None:
         """The grammar that `text.format` asks for."""
-        form = self.text.format if self.text else None
-        if isinstance(form, FlatJsonSchemaFormat):
-            return schema_grammar(form.schema_, "text.format.schema")
-        wanted = form is not None and form.type == "json_object"
-        return Grammar(kind="json_object", field="text.format") if wanted else None
+        return format_grammar(self.text.format if self.text else None, "text.format")
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that were given."""

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.core.request import Grammar
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Items, Strict
+from gateway.openai.document import Items, Strict, type_of
 from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT
 
 MAX_DEPTH = 64
@@ -53,10 +53,15 @@ def shallow(value: Any) -> Any:
         if not containers:
             return value
         level = list(chain.from_iterable(containers))
-    raise PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
+    raise too_deep()
 
 
-_encode = msgspec.json.Encoder().encode
+def too_deep() -> PydanticCustomError:
+    """Return the fault of a value that nests deeper than `MAX_DEPTH`."""
+    return PydanticCustomError("too_deep", f"nested deeper than {MAX_DEPTH} levels")
+
+
+encode = msgspec.json.Encoder().encode
 
 Schema = Annotated[dict[str, Any], AfterValidator(shallow)]
 
@@ -87,8 +92,7 @@ class JsonSchemaFormat(Strict, place="response_format"):
 
 def _tag(value: Any) -> str | None:
     """Return the tag of the format that `value` is, by its type."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(str(kind))
+    return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(type_of(value) or "")
 
 
 BY_TYPE: Final = Discriminator(
@@ -104,16 +108,20 @@ ResponseFormat = Annotated[
 ]
 
 
-def format_grammar(form: PlainFormat | JsonSchemaFormat | None) -> Grammar | None:
-    """Return the grammar of a `response_format`; None: the answer is free.
+def format_grammar(
+    form: PlainFormat | JsonSchemaFormat | JsonSchema | None, field: str = "response_format"
+) -> Grammar | None:
+    """Return the grammar of the request's `field`; None: the answer is free.
 
     Raises:
         InvalidRequestError: its schema is too large.
     """
     if isinstance(form, JsonSchemaFormat):
-        return schema_grammar(form.json_schema.schema_, "response_format.json_schema.schema")
+        return schema_grammar(form.json_schema.schema_, f"{field}.json_schema.schema")
+    if isinstance(form, JsonSchema):
+        return schema_grammar(form.schema_, f"{field}.schema")
     wanted = form is not None and form.type == "json_object"
-    return Grammar(kind="json_object", field="response_format") if wanted else None
+    return Grammar(kind="json_object", field=field) if wanted else None
 
 
 AnySchema = Schema | str
@@ -191,7 +199,7 @@ def grammar_of(way: str, value: Any, field: str) -> Grammar | None:
         check_repeats([value], field)
         return Grammar(kind="regex", text=value, field=field)
     if way == "choice":
-        return _bounded(Grammar(kind="choice", text=_encode(value).decode(), field=field))
+        return _bounded(Grammar(kind="choice", text=encode(value).decode(), field=field))
     if way == "grammar":
         return Grammar(kind="lark", text=value, field=field)
     return schema_grammar(_decoded(value, field) if isinstance(value, str) else value, field)
@@ -206,7 +214,7 @@ def schema_grammar(schema: dict[str, Any] | None, field: str) -> Grammar:
     if schema is None:
         return Grammar(kind="json_object", field=field)
     check_repeats(patterns_of(schema), field)
-    return _bounded(Grammar(kind="json_schema", text=_encode(schema).decode(), field=field))
+    return _bounded(Grammar(kind="json_schema", text=encode(schema).decode(), field=field))
 
 
 def _bounded(grammar: Grammar) -> Grammar:

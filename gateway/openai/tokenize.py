@@ -106,6 +106,9 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Ids of a model's tokens."""
 
+    subject: ClassVar[str] = "tokens"
+    """The name of the field with the ids."""
+
     tokens: Annotated[Items[TokenId], at_most(IDS_LIMIT)]
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
@@ -113,11 +116,6 @@ class DetokenizeRequest(Body):
         return Tokenization(
             request_id=request_id, model=self.model, prompt=TokenIds(tuple(self.tokens)), deadline=deadline
         )
-
-    @property
-    def subject(self) -> str:
-        """The name of the field with the ids."""
-        return "tokens"
 
 
 def _list_of(kind: str) -> Meta:

@@ -5,15 +5,16 @@ from typing import Annotated, Literal
 
 import msgspec
 from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import from_json
 
 from gateway.core.request import NamedTool, PastCall, Tool, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import Items, Strict, Unread
-from gateway.openai.structured import MAX_DEPTH, Schema, shallow
+from gateway.openai.structured import Schema, encode, shallow, too_deep
 from wire.limits import TOOLS_LIMIT
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}\z")]
+"""As long as at Anthropic; OpenAI's have up to 64 characters."""
 
 
 class Function(Strict, place="tools.function"):
@@ -59,24 +60,29 @@ class NamedChoice(Strict, place="tool_choice"):
 ChoiceMode = Literal["none", "auto", "required"]
 
 
-def _object(arguments: str) -> str:
-    arguments = arguments or "{}"
+def _as_written(arguments: str) -> str:
+    """Return arguments as an object; of those that broke off, what is there. Other text stays as it is.
+
+    A model may write any of these, and an agent sends it back with what became of it.
+    """
     try:
-        decoded = shallow(msgspec.json.decode(arguments))
-    except (msgspec.DecodeError, RecursionError, PydanticCustomError, UnicodeEncodeError):
-        decoded = None
-    if not isinstance(decoded, dict):
-        raise PydanticCustomError(
-            "arguments", f"a JSON object is needed, as text, at most {MAX_DEPTH} levels deep"
-        )
-    return arguments
+        read, written = msgspec.json.decode(arguments or "{}"), arguments or "{}"
+    except RecursionError:
+        raise too_deep() from None
+    except msgspec.DecodeError:
+        try:
+            read = from_json(arguments, allow_inf_nan=False, allow_partial="trailing-strings")
+        except ValueError:
+            return arguments
+        written = encode(shallow(read)).decode()
+    return written if isinstance(shallow(read), dict) else arguments
 
 
 class FunctionCall(Strict, place="messages.tool_calls.function"):
-    """A call that was made; `arguments` is a JSON object, as text."""
+    """A call that was made; `arguments` is a JSON object, as text, or what the model wrote in its place."""
 
     name: ToolName
-    arguments: Annotated[str, AfterValidator(_object)]
+    arguments: Annotated[str, AfterValidator(_as_written)]
     parsed_arguments: Annotated[
         Unread, Field(description="bookkeeping: the SDK sends along what it made of `arguments`")
     ] = None

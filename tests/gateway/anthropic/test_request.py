@@ -28,6 +28,9 @@ def result(content: Any = None, call: str = "t1", **more: Any) -> dict[str, Any]
     return {"type": "tool_result", "tool_use_id": call, **given, **more}
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch=36ee5;"
+
+
 def body(*messages: Any, **parameters: Any) -> dict[str, Any]:
     said = [each if isinstance(each, dict) else {"role": "user", "content": each} for each in messages]
     return {
@@ -261,3 +264,13 @@ def test_a_prompt_to_be_counted() -> None:
     assert work.prompt == read(system="S", tools=[TOOL]).continued
     with pytest.raises(InvalidRequestError):
         CountTokensRequest.read(encode(asked | {"tool_choice": {"type": "tool", "name": "g"}}), Reading())
+
+
+@pytest.mark.parametrize("system", [[text(BILLING), text("S")], BILLING + "\nS"])
+def test_what_claude_code_tells_its_maker_is_no_part_of_the_prompt(system: Any) -> None:
+    """It differs in each request, and stands before all that the prefix cache could find."""
+    reading = Reading()
+    said = read(system=system, reading=reading).continued.messages
+    assert said[0].content == "S"
+    assert list(reading.ignored) == ["system.x-anthropic-billing-header"]
+    assert read(system=f"Not {BILLING}").continued.messages[0].content == f"Not {BILLING}"

@@ -1,7 +1,9 @@
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -166,6 +168,14 @@ def test_arguments_are_what_the_model_wrote(style: str, text: str, arguments: st
     assert read(text, style, cuts) == ("", "", [CallPart("weather", arguments)])
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e400", r'"\ud800"'])
+def test_a_value_that_json_cannot_hold_is_a_string(value: str) -> None:
+    text = f"<tool_call>weather<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    (call,) = read(text, "glm45")[2]
+    call.arguments.encode()
+    assert json.loads(call.arguments) == {"a": value}
+
+
 @pytest.mark.parametrize("style", CALLS)
 def test_text_behind_a_call_is_text(style: str) -> None:
     assert read(CALLS[style] + " Done?", style) == ("", " Done?", [BERLIN])
@@ -213,6 +223,10 @@ def test_text_is_not_held_back_without_a_reason() -> None:
     assert reader.push("Hello") == ["Hello"]
     assert reader.push(" <tool") == []
     assert reader.push("box>") == [" <toolbox>"]
+
+
+def test_text_without_spaces_is_no_name() -> None:
+    assert MarkedText(STYLES["glm4"], TOOLS).push("今天") == ["今天"]
 
 
 @pytest.mark.parametrize("cuts", [[], list(range(100))])
@@ -362,6 +376,28 @@ def test_a_schema_says_which_values_are_strings(style: str, cuts: list[int]) -> 
     assert isinstance(call, CallPart)
     assert json.loads(call.arguments) == values | {"days": 12, "on": True}
     assert said == "Done."
+
+
+@pytest.mark.parametrize("style", PAIR_FORMS)
+def test_a_long_value_is_read_once_not_with_each_of_its_pieces(
+    style: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, reads = STYLES[style].arguments.pair, []  # type: ignore[attr-defined]
+
+    class Counted:
+        @staticmethod
+        def match(text: str) -> re.Match[str] | None:
+            reads.append(len(text))
+            return cast("re.Match[str] | None", pair.match(text))
+
+    monkeypatch.setattr(STYLES[style].arguments, "pair", Counted)
+    begin, end = CALLS[style].split("Berlin")
+    reader = MarkedText(STYLES[style], TOOLS)
+    pieces = [each for text in (begin, *["abc "] * 1000, end) for each in reader.push(text)]
+    (call,) = joined_pieces([*pieces, *reader.end()])
+    assert isinstance(call, CallPart)
+    assert json.loads(call.arguments) == {"city": "abc " * 1000}
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,30 @@ def test_what_transformers_adds_to_jinja_is_here(theirs: Any, template: str) -> 
     said = [{"role": "user", "content": "你好 <b>"}, {"role": "assistant", "content": "Hm."}]
     expected = theirs.apply_chat_template(said, tokenize=False)
     talk = Conversation((Message(role="user", content="你好 <b>"), Message(role="assistant", content="Hm.")))
-    ours = ChatTemplate({"default": template + "Hm."}, {})  # which ends a prompt that is continued
-    assert ours.render(talk) == expected + "Hm."
+    assert ChatTemplate({"default": template}, {}).render(talk, answer_next=False) == expected
+
+
+@pytest.mark.parametrize("written", ["Hm.", '{"city":,}', pytest.param("[" * 50_000, id="deep")])
+def test_arguments_of_the_past_that_are_no_object_stay_text(written: str) -> None:
+    call = PastCall(id="1", name="weather", arguments=written)
+    talk = Conversation((Message(role="assistant", content="", calls=(call,)),))
+    assert f'"weather": {json.dumps(written)}' in ChatTemplate({"default": TURNS}, {}).render(talk)
 
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     ours = ChatTemplate({"default": TURNS}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))
     assert ours.render(talk).endswith("<|im_start|>assistant\nLa la")
+    assert ours.render(talk, answer_next=False).endswith("<|im_start|>assistant\nLa la<|im_end|>\n")
+
+
+@pytest.mark.parametrize("content", ["", "<", "|", "end", "\n", "a b", '{"a', "La la "])
+def test_where_the_last_message_ends_is_not_guessed_from_its_text(content: str) -> None:
+    """The template's own marks have the same letters; one that trims nothing keeps a blank."""
+    template = "{% for each in messages %}<|{{ each.role }}|>{{ each.content }}<|end|>\n{% endfor %}"
+    talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content=content)))
+    rendered = ChatTemplate({"default": template}, {}).render(talk)
+    assert rendered == "<|user|>Sing<|end|>\n<|assistant|>" + content
 
 
 @pytest.mark.parametrize("last", ["user", "assistant"])

@@ -1,6 +1,8 @@
 from collections.abc import Iterator
 from typing import SupportsIndex
 
+import pytest
+
 from gateway.chat.conversation import chat_form, to_turns
 from gateway.core.request import Message, PastCall
 from wire.history import Turn
@@ -33,3 +35,11 @@ def test_a_result_costs_the_same_beside_many_calls() -> None:
     turns = to_turns([Message(role="assistant", content="", calls=calls), *results], chat_form("chatglm3"))
     assert turns[-1000:] == [Turn("observation", str(at)) for at in places]
     assert Counted.rounds < 10
+
+
+@pytest.mark.parametrize("form", ["chatglm3", "glm4"])
+@pytest.mark.parametrize("written", ["Hm.", "[1]", pytest.param("[" * 50_000, id="deep")])
+def test_a_call_of_the_past_without_an_object_is_shown_as_it_was_written(form: str, written: str) -> None:
+    asked = Message(role="assistant", content="", calls=(PastCall(id="c", name="f", arguments=written),))
+    turns = to_turns([asked, Message(role="tool", content="No!", answers="c")], chat_form(form))
+    assert turns[0] == Turn("assistant", written, metadata="f")

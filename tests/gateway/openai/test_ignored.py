@@ -26,6 +26,8 @@ CHAT: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt_cache_retention": "24h", "cache_salt": "s"}, ["prompt_cache_retention", "cache_salt"]),
     ({"prompt_cache_key": "k"}, ["prompt_cache_key"]),
     ({"thinking_token_budget": 100, "return_mm_kwargs": True}, ["thinking_token_budget"]),
+    ({"thinking_token_budget": 0, "enable_thinking": False}, ["thinking_token_budget", "enable_thinking"]),
+    ({"thinking_token_budget": None, "enable_thinking": True}, []),
     ({"stream_options": {"include_obfuscation": True}}, ["stream_options.include_obfuscation"]),
     (
         {"messages": [{"role": "user", "content": "a", "refusal": "b"}]},

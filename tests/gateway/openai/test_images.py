@@ -52,6 +52,14 @@ def test_its_detail_is_advice() -> None:
     assert list(reading.ignored) == ["messages.content.image_url.detail"]
 
 
+def test_the_default_detail_is_accepted_without_a_word() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [image(detail="auto")]}]}
+    validate(ChatRequest, {"model": "m", **body}, Reading(strict=True))
+    part = {"type": "input_image", "image_url": DATA, "detail": "auto"}  # which OpenAI's SDK demands there
+    body = {"input": [{"role": "user", "content": [part]}]}
+    validate(ResponsesRequest, {"model": "m", **body}, Reading(strict=True))
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -241,6 +241,13 @@ def test_pieces_make_the_same_items_however_they_come(pieces: list[Piece], cuts:
     assert [item | anew for item in streamed["output"]] == [item | anew for item in whole["output"]]
 
 
+@pytest.mark.parametrize("behind", [(), ("Then",)])
+def test_a_call_that_a_stop_or_the_model_broke_off_is_incomplete(behind: tuple[str, ...]) -> None:
+    _, response = run(last("stop", CallPart("now", '{"zo'), *behind), tools=TOOLS)
+    assert response["output"][0]["status"] == "incomplete"
+    assert response["status"] == "completed"
+
+
 def test_a_failure_leaves_the_call_as_far_as_it_came() -> None:
     way = build(tools=TOOLS)
     way.write(Delta(tokens=1, pieces=(CallPart("now", '{"zo'),)))

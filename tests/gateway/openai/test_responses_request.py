@@ -231,6 +231,13 @@ def test_the_refusal_of_state_says_what_to_do_instead(parameters: dict[str, Any]
 ASKED = {"role": "user", "content": "?"}
 
 
+@pytest.mark.parametrize(("value", "message"), [([], "at least 1 item"), (5, "valid string")])
+def test_an_input_of_the_right_type_is_told_what_it_lacks(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        ResponsesRequest.read(json.dumps({"model": "m", "input": value}).encode())
+    assert refused.value.param == "input"
+
+
 def call(call_id: str = "call_a", name: str = "now", arguments: str = "{}", **more: Any) -> dict[str, Any]:
     return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, **more}
 
@@ -328,8 +335,7 @@ def test_a_call_after_a_result_is_another_message() -> None:
         ({"role": "user", "content": [{"type": "input_text"}]}, "input.1.content.0.text"),
         ({"role": "assistant", "content": [{"type": "refusal"}]}, "input.1.content.0.refusal"),
         ({**answer(), "phase": "commentary"}, "input.1.phase"),
-        (call(arguments="[1]"), "input.1.arguments"),
-        (call(arguments="{"), "input.1.arguments"),
+        (call(arguments={}), "input.1.arguments"),
         (call(call_id=""), "input.1.call_id"),
         (call(namespace="n"), "input.1.namespace"),
         ({"type": "function_call", "name": "now", "arguments": "{}"}, "input.1.call_id"),

@@ -115,7 +115,7 @@ def offering(**changes: Any) -> dict[str, Any]:
         (offering(name="get weather"), "tools.0.function.name"),
         (offering(name="get\nweather"), "tools.0.function.name"),
         (offering(name="get\n"), "tools.0.function.name"),
-        (offering(name="x" * 65), "tools.0.function.name"),
+        (offering(name="x" * 129), "tools.0.function.name"),
         (offering(strict="yes"), "tools.0.function.strict"),
         ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 1}, "min_tokens"),
         (offering(parameters=[]), "tools.0.function.parameters"),
@@ -130,8 +130,6 @@ def offering(**changes: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "function_call": {"name": "now"}}, "function_call"),
         ({"functions": [WEATHER, WEATHER]}, "functions.1.name"),
         ({"functions": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        (calling(arguments="{"), "messages.1.tool_calls.0.function.arguments"),
-        (calling(arguments="[]"), "messages.1.tool_calls.0.function.arguments"),
         (calling(arguments=json.dumps(deep(MAX_DEPTH + 1))), "messages.1.tool_calls.0.function.arguments"),
         (calling(arguments="[" * 50_000), "messages.1.tool_calls.0.function.arguments"),
         (calling(arguments={}), "messages.1.tool_calls.0.function.arguments"),
@@ -155,6 +153,26 @@ def test_refused_by_name(parameters: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         prompt(**parameters)
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"zone": "Eur', '{"zone":"Eur"}'),
+        ('{"zone": [1, {"a', '{"zone":[1,{}]}'),
+        ("{", "{}"),
+        ('{"zone": 1,, "a": 2}', '{"zone": 1,, "a": 2}'),
+        ("[]", "[]"),
+        ("Hm.", "Hm."),
+        ("", "{}"),
+        ('{"zone": NaN}', '{"zone": NaN}'),
+        (r'{"zone": "\ud800"}', r'{"zone": "\ud800"}'),
+    ],
+)
+def test_arguments_of_the_past_may_be_no_object(written: str, arguments: str) -> None:
+    """A model may write such, and an agent sends them back with an error for a result."""
+    (call,) = prompt(**calling(arguments=written)).messages[1].calls
+    assert call.arguments == arguments
 
 
 def test_depth_is_counted_to_the_limit() -> None:
