@@ -20,6 +20,9 @@ _ANY_TEXT: Final = TextRule("TEXT", "TEXT: /(.|\\n)*/\n")
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
+_BRANCHES: Final = frozenset({"$ref", "anyOf", "oneOf"})
+_COMBINED: Final = frozenset({"allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"})
+
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
@@ -43,12 +46,26 @@ def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
     schema: dict[str, Any] = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
     if schema["type"] != "object":
         raise InvalidGrammarError("parameters.type must be object")
-    if "properties" in schema and "additionalProperties" not in schema:
-        named, more = schema["properties"], dict.fromkeys(schema.get("required", ()), True)
-        schema |= {"properties": named | more | named, "additionalProperties": False}
+    _close(schema)
     if not tool.strict:
         _drop_what_fails(schema)
     return json_rule(schema, lenient=not tool.strict), ""
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Allow each object that names properties no others, unless it says so itself.
+
+    Where schemas are combined, one may name what belongs to another: then this is for the whole alone.
+    """
+    found = [each for _, each in reachable(schema, "parameters")]
+    for each in found[:1] if any(map(_combines, found)) else found:
+        if "properties" in each and "additionalProperties" not in each:
+            named, more = each["properties"], dict.fromkeys(each.get("required", ()), True)
+            each |= {"properties": named | more | named, "additionalProperties": False}
+
+
+def _combines(schema: dict[str, Any]) -> bool:
+    return bool(schema.keys() & _COMBINED) or ("properties" in schema and bool(schema.keys() & _BRANCHES))
 
 
 def _drop_what_fails(schema: dict[str, Any]) -> None:

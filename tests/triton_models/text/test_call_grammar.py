@@ -127,6 +127,46 @@ def test_arguments_obey_the_schema(walker: Walker, name: str, strict: bool) -> N
     assert ended > len(SEEDS) / 3
 
 
+POINT = obj(x={"type": "boolean"})
+NESTED = {
+    "in an object": obj(a=POINT),
+    "in an array": obj(a={"type": "array", "items": POINT, "minItems": 1, "maxItems": 1}),
+    "by reference": {**obj(a={"$ref": "#/$defs/point"}), "$defs": {"point": POINT}},
+    "by reference alone": {"$ref": "#/$defs/point", "$defs": {"point": POINT}},
+    "or nothing": {
+        **obj(a={"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}),
+        "$defs": {"point": POINT},
+    },
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_no_object_has_properties_that_are_not_named(walker: Walker, name: str) -> None:
+    text = msgspec.json.encode(NESTED[name])
+    tool = CallableTool("f", msgspec.json.decode(text))
+    closed = json.loads(
+        text, object_hook=lambda each: each | {"additionalProperties": "properties" not in each}
+    )
+    for seed in SEEDS:
+        walk = walker.walk("tool_calls", rules(tool, required=True, single=True), metadata="f", seed=seed)
+        if walk.ended:
+            jsonschema.validate(read(walker, walk.text), closed)
+
+
+def test_schemas_that_are_combined_see_each_others_properties(tokenizers: dict[str, Tokenizer]) -> None:
+    walker = Walker(tokenizers["glm4"], "glm4")
+    both = {"allOf": [obj(x={"type": "boolean"}), obj(y={"type": "null"})]}
+    tool = CallableTool("f", obj(a=both))
+    walks = (
+        walker.walk("tool_calls", rules(tool, required=True, single=True), metadata="f", seed=seed)
+        for seed in SEEDS
+    )
+    read_ones = [read(walker, walk.text)["a"] for walk in walks if walk.ended]
+    assert read_ones
+    for value in read_ones:
+        jsonschema.validate(value, both)
+
+
 def test_masks_look_ahead_to_the_next_call_and_not_beyond(walker: Walker) -> None:
     tools = [CallableTool(name, obj(city={"type": "boolean"}), strict=True) for name in ("get_a", "get_b")]
     forced = sum(
