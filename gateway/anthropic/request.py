@@ -5,7 +5,7 @@ message. `temperature` and the other parameters of sampling are those of all rou
 with the extensions that these have. `cache_control`, `is_error` and what else has no effect is ignored.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -198,11 +198,9 @@ class MessageInput(Strict, place="messages"):
         return self
 
     def messages(self, field: str) -> Iterator[Message]:
-        """Return it as messages of a conversation; `field` is its name in the request."""
+        """Return one that is no assistant's as messages of a conversation; `field` is its name."""
         if isinstance(self.content, str):
             yield Message(role=self.role, content=self.content, field=field)
-        elif self.role == "assistant":
-            yield _answer(self.content, field)
         else:
             yield from self._said(self.content, field)
 
@@ -225,17 +223,30 @@ class MessageInput(Strict, place="messages"):
                 yield Message(role=self.role, content=text, images=tuple(images), field=field)
 
 
-def _answer(blocks: Iterable[Block], field: str) -> Message:
-    """Return an assistant's message; a blank line separates the text before a call from that after it."""
-    texts, calls, reasoning = [""], [], []
-    for block in blocks:
-        if isinstance(block, TextInput):
-            texts[-1] += block.text
-        elif isinstance(block, ToolUseInput):
-            calls.append(PastCall(id=block.id, name=block.name, arguments=block.input))
-            texts.append("")
-        elif isinstance(block, ThinkingInput):
-            reasoning.append(block.thinking or "")
+def _turns(messages: Sequence[MessageInput]) -> Iterator[Message]:
+    """Return the messages of a conversation; as at Anthropic, an assistant's in a row are one."""
+    for role, run in groupby(enumerate(messages), lambda item: item[1].role):
+        if role == "assistant":
+            said = list(run)
+            yield _answer([message.content for _, message in said], f"messages.{said[0][0]}")
+        else:
+            for at, message in run:
+                yield from message.messages(f"messages.{at}")
+
+
+def _answer(contents: Iterable[str | list[Block]], field: str) -> Message:
+    """Return an assistant's message; blank lines separate its parts, and what is before and after a call."""
+    texts, calls, reasoning = list[str](), [], []
+    for content in contents:
+        texts.append(content if isinstance(content, str) else "")
+        for block in () if isinstance(content, str) else content:
+            if isinstance(block, TextInput):
+                texts[-1] += block.text
+            elif isinstance(block, ToolUseInput):
+                calls.append(PastCall(id=block.id, name=block.name, arguments=block.input))
+                texts.append("")
+            elif isinstance(block, ThinkingInput):
+                reasoning.append(block.thinking or "")
     return Message(
         role="assistant",
         content="\n\n".join(filter(None, texts)),
@@ -330,7 +341,7 @@ class ConversationRequest(Body):
     @cached_property
     def continued(self) -> Conversation:
         """The conversation and the tools."""
-        said = [each for at, one in enumerate(self.messages) for each in one.messages(f"messages.{at}")]
+        said = list(_turns(self.messages))
         if self.system:
             said.insert(0, Message(role="system", content=text_of(self.system), field="system"))
         switches: dict[str, Any] = {}

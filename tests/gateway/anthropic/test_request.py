@@ -54,6 +54,21 @@ def refused(*messages: Any, **parameters: Any) -> InvalidRequestError:
     return refused.value
 
 
+def test_messages_of_an_assistant_in_a_row_are_one() -> None:
+    """As at Anthropic; a call in one of them was refused for want of its result behind it."""
+    said = conversation(
+        "a",
+        {"role": "assistant", "content": [text("b"), use(call="t1")]},
+        {"role": "assistant", "content": [use(call="t2")]},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": [result("1", "t1"), result("2", "t2")]},
+    ).messages
+    assert [each.role for each in said] == ["user", "assistant", "tool", "tool"]
+    assert said[1].content == "b\n\nc"
+    assert [each.id for each in said[1].calls] == ["t1", "t2"]
+    assert said[1].field == "messages.1"
+
+
 def test_messages_of_text() -> None:
     said = conversation(
         "a",
