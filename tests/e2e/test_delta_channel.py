@@ -15,7 +15,7 @@ from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stream_client import StreamClient
 from tests.e2e.test_load import different, idle, sdk, streamed, until
 from tests.e2e.unread_answer import UnreadAnswer
-from tests.e2e.up_process import UpProcess, wait_until
+from tests.e2e.up_process import UpProcess, slowed, wait_until
 from wire.channel import Frame
 from wire.meta import Meta
 
@@ -181,11 +181,13 @@ async def test_a_killed_worker_frees_its_requests_and_harms_no_other(
     doomed = worker(patient.triton_grpc)
     async with doomed.sdk() as dies, sdk(patient) as lives:
         killed = asyncio.Event()
-        lost = [asyncio.create_task(lasting(dies, max_tokens=8000)) for _ in range(32)]
-        kept = [asyncio.create_task(again_and_again(lives, killed, temperature=0)) for _ in range(4)]
-        await until(lambda: patient.gauge("tritongate_engine_requests_running") >= 34)
-        doomed.process.kill()
-        killed.set()
+        # Slowed: the engine would be answers ahead of this process, which reads them all, and seldom so full.
+        with slowed(patient.stub("chatglm3")):
+            lost = [asyncio.create_task(lasting(dies, max_tokens=8000)) for _ in range(32)]
+            kept = [asyncio.create_task(again_and_again(lives, killed, temperature=0)) for _ in range(4)]
+            await until(lambda: patient.gauge("tritongate_engine_requests_running") >= 34)
+            doomed.process.kill()
+            killed.set()
         await until(lambda: patient.gauge("tritongate_engine_requests_running") <= 4)
         ends = [end for each in await asyncio.gather(*kept) for end in each]
         assert {reason for reason, _ in ends} == {"length"}
