@@ -36,6 +36,9 @@ def test_each_version_has_its_own_checkpoint_and_metrics(stock: StockServer) -> 
     counted = "tritongate_engine_prompt_tokens_total"
     wait_until(lambda: stock.gauge(counted, model="glm", version="2") > 0)
     assert stock.gauge(counted, model="glm", version="1") == 0
-    assert all(
-        stock.gauge("tritongate_engine_kv_blocks", model="glm", version=version) > 0 for version in "12"
+    # Each is told by a process of its own, some time after its start.
+    wait_until(
+        lambda: all(
+            stock.gauge("tritongate_engine_kv_blocks", model="glm", version=version) > 0 for version in "12"
+        )
     )
