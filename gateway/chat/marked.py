@@ -61,7 +61,7 @@ class MarkedText:
         thinks: the model may write its reasoning first.
         thinking: the prompt ended within the reasoning.
         marks: before and behind the reasoning.
-        strings: by tool, the names of its parameters that are strings.
+        strings: by tool, its parameters that are strings (`PairArguments`).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MarkedText:
         thinks: bool = False,
         thinking: bool = False,
         marks: tuple[str, str] = MARKS[0],
-        strings: Mapping[str, Collection[str]] = MappingProxyType({}),
+        strings: Mapping[str, Mapping[str, bool]] = MappingProxyType({}),
     ) -> None:
         self._think_mark, self._thought_mark = marks
         self._strings = strings
@@ -222,7 +222,7 @@ class MarkedText:
             self._report()
             self._name, self._wrapping = head.name, head.wrapping
             self._arguments = style.arguments(
-                style.closing or style.opening, self._strings.get(head.name, ())
+                style.closing or style.opening, self._strings.get(head.name, {})
             )
             self._unread = self._unread[head.at :]
             self._state = _State.ARGUMENTS

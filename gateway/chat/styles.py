@@ -5,18 +5,20 @@
 | hermes (Qwen 2.5 and 3, Hermes) | `<tool_call>{"name": N, "arguments": {...}}</tool_call>`, one or several |
 | qwen3coder (Qwen3-Coder) | `<tool_call><function=N><parameter=K>V</parameter>...</function></tool_call>` |
 | glm45 (GLM-4.5) | `<tool_call>N<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>` |
-| mistral | `[TOOL_CALLS][{"name": N, "arguments": {...}}, ...]`, or `[TOOL_CALLS]N[ARGS]{...}` |
+| mistral | `[TOOL_CALLS][{"name": N, "arguments": {...}}, ...]`, or `[TOOL_CALLS]N[CALL_ID]I[ARGS]{...}` |
 | llama3 (Llama 3.1 and later) | `{"name": N, "parameters": {...}}`, perhaps after `<|python_tag|>` |
 | glm4 (GLM-4, GLM-4-0414) | the name on a line, then the arguments as an object |
 
 A call whose name comes first is read as it is written, its arguments unchanged. Others are read whole. Where
-values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that.
+values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that, and so
+are Python's words, which Qwen3-Coder's template writes. Mistral's marks within a call may be missing: vLLM's
+tokenizer for these models leaves them out.
 """
 
 import enum
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
@@ -66,7 +68,7 @@ class ObjectArguments:
         mark: what they end at, complete or not.
     """
 
-    def __init__(self, mark: str, _strings: Collection[str]) -> None:
+    def __init__(self, mark: str, _strings: Mapping[str, bool]) -> None:
         self._mark = mark
         self._end = JsonEnd()
         self.complete = self.broken = False
@@ -94,7 +96,7 @@ class PairArguments:
     """Arguments as pairs of marked keys and values, each read whole, up to the mark behind them.
 
     Args:
-        strings: keys whose values are strings, whatever else they read as.
+        strings: keys whose values are strings, whatever else they read as, and whether null is one, too.
     """
 
     pair: ClassVar[re.Pattern[str]]
@@ -105,7 +107,7 @@ class PairArguments:
     owns_end: ClassVar[bool] = True
     """Whether that is theirs, not the call's."""
 
-    def __init__(self, _mark: str, strings: Collection[str]) -> None:
+    def __init__(self, _mark: str, strings: Mapping[str, bool]) -> None:
         self._strings = strings
         self._pairs: int | None = None
         """So many were read; None: the object was not opened yet."""
@@ -117,7 +119,8 @@ class PairArguments:
         self._pairs = self._pairs or 0
         while self.closing in text and (pair := self.pair.match(text)) is not None:
             key, value = pair[1].strip(), pair[2]
-            pieces = (key, value if key in self._strings else _value(value))
+            is_text = key in self._strings and not (self._strings[key] and value in _NULL)
+            pieces = (key, value if is_text else _value(value))
             shown = ": ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
             written += f"{', ' if self._pairs else ''}{shown}"
             self._pairs += 1
@@ -201,8 +204,8 @@ class CallStyle:
     """Whether what came so far, without white space before it, may still be a call."""
     read: Callable[[str], list[CallPart] | None] = lambda _: None
     """Reads what stands between the marks, where `head` found no arguments; None: it is no call."""
-    arguments: Callable[[str, Collection[str]], Arguments] = ObjectArguments
-    """Makes a reader of arguments that end at the given mark, given the names of those that are strings."""
+    arguments: Callable[[str, Mapping[str, bool]], Arguments] = ObjectArguments
+    """Makes a reader of arguments that end at the given mark, given which are strings (`PairArguments`)."""
     unmarked: bool = False
     """An answer may begin with a call without a mark."""
     separators: str = ""
@@ -229,7 +232,7 @@ _OBJECT_HEAD: Final = re.compile(
     r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"'
     r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{))?'
 )
-_ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*\[ARGS\]\s*(\{)")
+_ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(\{)")
 _PAIRS_HEAD: Final = re.compile(r"\s*([^\s<]+)\s*(<arg_key>)[^<]*</arg_key>\s*<arg_value>")
 _FUNCTION_HEAD: Final = re.compile(r"\s*<function=([^\s<>]+)>\s*(<parameter=|</function>)")
 _LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
@@ -271,9 +274,13 @@ def _read_pairs(text: str) -> list[CallPart] | None:
 def _value(text: str) -> Any:
     """Read a value: JSON, or else a string as it stands."""
     try:
-        return msgspec.json.decode(text)
+        return msgspec.json.decode(_WORDS.get(text, text))
     except (msgspec.DecodeError, RecursionError):
         return text
+
+
+_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_NULL: Final = ("null", "None")
 
 
 def _begins_object(text: str) -> bool:
