@@ -199,6 +199,11 @@ _TEXTS = [
     (re.compile(r"Request for unknown model"), Fault.NOT_READY),
     # From the official vLLM backend.
     (re.compile(r"Error generating stream: Model \S+ does not support '\w+' request"), Fault.OTHER_TASK),
+    # It has logged why vLLM refused the parameters of sampling, and goes on without any.
+    (
+        re.compile(r"Error generating stream: 'NoneType' object has no attribute 'lora_name'"),
+        Fault.INVALID_REQUEST,
+    ),
     (re.compile(r"LoRA (?:\S+ is not supported|feature is not enabled)"), Fault.NO_ADAPTER),
     (re.compile(r"explicit model load / unload is not allowed"), Fault.NOT_PERMITTED),
     (re.compile(r"This protocol is restricted"), Fault.NOT_PERMITTED),

@@ -246,6 +246,7 @@ async def test_a_grammar_that_vllm_refuses_is_the_requests_fault(before: str, wo
     [
         ("Error generating stream: CUDA error", Fault.UNKNOWN),
         (OURS + "top_p must be in (0, 1]", Fault.INVALID_REQUEST),
+        (OFFICIAL + "'NoneType' object has no attribute 'lora_name'", Fault.INVALID_REQUEST),
         ("tritongate:internal: maximum context length is", Fault.INTERNAL),
     ],
 )
