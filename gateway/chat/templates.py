@@ -10,7 +10,7 @@ Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_items
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -75,6 +76,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
+        environment.filters["items"] = _items
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         self._tokens = dict(tokens)
@@ -245,10 +247,24 @@ def _parts(message: Message) -> list[dict[str, str]]:
     return parts
 
 
+class _Unread(str):
+    """Arguments that are no object: the text that the model wrote; a pair, where a template wants pairs."""
+
+    __slots__ = ()
+
+    def items(self) -> list[tuple[str, str]]:
+        """Return the text as if it were an argument."""
+        return [("arguments", str(self))]
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, _Unread) else do_items(value)
+
+
 def _arguments(text: str) -> Any:
-    """Return arguments as an object; those that are none stay the text that the model wrote."""
+    """Return arguments as an object, if they are one."""
     arguments = read_json(text)
-    return text if arguments is None else arguments
+    return _Unread(text) if arguments is None else arguments
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:

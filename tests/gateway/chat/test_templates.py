@@ -167,6 +167,20 @@ def test_calls_that_are_no_json_stay_as_written() -> None:
     assert template.render(talk) == "{broken"
 
 
+@pytest.mark.parametrize("pairs", ["arguments.items()", "arguments | items"])
+def test_calls_that_are_no_json_are_one_argument_where_a_template_writes_pairs(pairs: str) -> None:
+    """As GLM-4.5's does, and Qwen3-Coder's."""
+    source = "{% for k, v in messages[0].tool_calls[0].function." + pairs + " %}{{ k }}={{ v }};{% endfor %}"
+    template = ChatTemplate({"default": source}, {})
+
+    def written(arguments: str) -> str:
+        call = PastCall(id="1", name="f", arguments=arguments)
+        return template.render(Conversation((Message(role="assistant", content="", calls=(call,)),)))
+
+    assert written('{"a": 1, "b": "x"}') == "a=1;b=x;"
+    assert written('{"a": 1, "b') == 'arguments={"a": 1, "b;'
+
+
 NINE = (
     "{% for message in messages %}{% for call in message.tool_calls %}"
     "{% if not call.id is defined or call.id|length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
