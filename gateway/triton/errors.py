@@ -95,6 +95,13 @@ class Fault(enum.Enum):
         param="model",
         upstream_at_fault=False,
     )
+    NO_LOGIT_BIAS = Treatment(
+        "no_logit_bias",
+        InvalidRequestError,
+        "The model's backend does not have 'logit_bias'.",
+        param="logit_bias",
+        upstream_at_fault=False,
+    )
     QUEUE_FULL = Treatment(
         "queue_full", RateLimitError, "The model's queue is full; try again shortly.", 1, failover=True
     )
@@ -203,6 +210,11 @@ _TEXTS = [
     (
         re.compile(r"Error generating stream: 'NoneType' object has no attribute 'lora_name'"),
         Fault.INVALID_REQUEST,
+    ),
+    # Of the ids in a logit bias, which it leaves strings, as they are in JSON.
+    (
+        re.compile(r"Error generating stream: '<' not supported between instances of 'str'"),
+        Fault.NO_LOGIT_BIAS,
     ),
     (re.compile(r"LoRA (?:\S+ is not supported|feature is not enabled)"), Fault.NO_ADAPTER),
     (re.compile(r"explicit model load / unload is not allowed"), Fault.NOT_PERMITTED),
