@@ -11,8 +11,9 @@
 
 A call whose name comes first is read as it is written, its arguments unchanged. Others are read whole. Where
 values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that, and so
-are Python's words, which Qwen3-Coder's template writes. Mistral's marks within a call may be missing: vLLM's
-tokenizer for these models leaves them out.
+are Python's words, which Qwen3-Coder's template writes. That model often leaves out `<tool_call>`, which then
+is not missed, and sometimes `</function>`. Mistral's marks within a call may be missing: vLLM's tokenizer for
+these models leaves them out.
 """
 
 import enum
@@ -103,11 +104,10 @@ class PairArguments:
     closing: ClassVar[str]
     """The mark behind a value. It is looked for first: a file's text, say, comes in thousands of pieces."""
     end: ClassVar[str]
-    """The mark behind them."""
-    owns_end: ClassVar[bool] = True
-    """Whether that is theirs, not the call's."""
+    """The mark behind them, unless the call's own stands there."""
 
-    def __init__(self, _mark: str, strings: Mapping[str, bool]) -> None:
+    def __init__(self, mark: str, strings: Mapping[str, bool]) -> None:
+        self._mark = mark
         self._strings = strings
         self._pairs: int | None = None
         """So many were read; None: the object was not opened yet."""
@@ -126,10 +126,10 @@ class PairArguments:
             self._pairs += 1
             text = text[pair.end() :]
         said = text.lstrip()
-        if said.startswith(self.end):
+        if said.startswith((self._mark, self.end)):
             self.complete = True
-            return written + "}", said.removeprefix(self.end) if self.owns_end else said
-        self.broken = not self.may_be_pair(said) and not self.end.startswith(said)
+            return written + "}", said if said.startswith(self._mark) else said.removeprefix(self.end)
+        self.broken = not (self.may_be_pair(said) or self._mark.startswith(said) or self.end.startswith(said))
         return written, text
 
     @staticmethod
@@ -138,12 +138,17 @@ class PairArguments:
         raise NotImplementedError
 
 
+_FUNCTION: Final = "<function="
+_FUNCTION_END: Final = "</function>"
+_PARAMETER: Final = "<parameter="
+
+
 class TaggedArguments(PairArguments):
     """As Qwen3-Coder writes them."""
 
     pair = re.compile(r"\s*<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
     closing = "</parameter>"
-    end = "</function>"
+    end = _FUNCTION_END
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -151,7 +156,6 @@ class TaggedArguments(PairArguments):
         return text.startswith(_PARAMETER) or _PARAMETER.startswith(text)
 
 
-_PARAMETER: Final = "<parameter="
 _KEY: Final = "<arg_key>"
 _KEYED: Final = "</arg_key>"
 _VALUE: Final = "<arg_value>"
@@ -162,7 +166,7 @@ class KeyedArguments(PairArguments):
 
     pair = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
     closing = "</arg_value>"
-    end, owns_end = _CALLED, False
+    end = _CALLED
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -194,8 +198,8 @@ class CallStyle:
     """How a family writes calls."""
 
     name: str
-    opening: str
-    """The mark before calls; empty: an answer may begin with one."""
+    openings: tuple[str, ...]
+    """The marks before calls, one of which is there; none: an answer may begin with one."""
     closing: str
     """The mark behind a call, which the answer's end may replace; empty: only that."""
     heads: tuple[re.Pattern[str], ...]
@@ -234,7 +238,7 @@ _OBJECT_HEAD: Final = re.compile(
 )
 _ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(\{)")
 _PAIRS_HEAD: Final = re.compile(r"\s*([^\s<]+)\s*(<arg_key>)[^<]*</arg_key>\s*<arg_value>")
-_FUNCTION_HEAD: Final = re.compile(r"\s*<function=([^\s<>]+)>\s*(<parameter=|</function>)")
+_FUNCTION_HEAD: Final = re.compile(r"\s*(?:<function=)?([^\s<>]+)>\s*(<parameter=|</function>)")
 _LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
 
 
@@ -294,6 +298,16 @@ _FIRST_KEY: Final = 64
 """Characters at the beginning, white space included, that tell whether it is one of them."""
 
 
+def _begins_function(text: str) -> bool:
+    if _FUNCTION.startswith(text):
+        return True
+    name, _, arguments = text.removeprefix(_FUNCTION).partition(">")
+    said = arguments.lstrip()
+    return _NAME.fullmatch(name) is not None and any(
+        said.startswith(mark) or mark.startswith(said) for mark in (_PARAMETER, _FUNCTION_END)
+    )
+
+
 def _begins_line(text: str) -> bool:
     name, line, arguments = text.partition("\n")
     if _NAME.fullmatch(name) is None:
@@ -306,14 +320,14 @@ STYLES: Final = {
     for style in (
         CallStyle(
             name="hermes",
-            opening=_CALL,
+            openings=(_CALL,),
             closing=_CALLED,
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
         ),
         CallStyle(
             name="glm45",
-            opening=_CALL,
+            openings=(_CALL,),
             closing=_CALLED,
             heads=(_PAIRS_HEAD,),
             read=_read_pairs,
@@ -321,14 +335,15 @@ STYLES: Final = {
         ),
         CallStyle(
             name="qwen3coder",
-            opening=_CALL,
+            openings=(_CALL, _FUNCTION),
             closing=_CALLED,
+            begins=_begins_function,
             heads=(_FUNCTION_HEAD,),
             arguments=TaggedArguments,
         ),
         CallStyle(
             name="mistral",
-            opening=_CALLS,
+            openings=(_CALLS,),
             closing="",
             heads=(_OBJECT_HEAD, _ARGS_HEAD),
             read=_read_objects,
@@ -336,7 +351,7 @@ STYLES: Final = {
         ),
         CallStyle(
             name="llama3",
-            opening=_PYTHON,
+            openings=(_PYTHON,),
             closing="",
             begins=_begins_object,
             heads=(_OBJECT_HEAD,),
@@ -346,7 +361,7 @@ STYLES: Final = {
         ),
         CallStyle(
             name="glm4",
-            opening="",
+            openings=(),
             closing="",
             begins=_begins_line,
             heads=(_LINE_HEAD,),

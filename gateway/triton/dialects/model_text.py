@@ -233,7 +233,7 @@ def no_template() -> InvalidRequestError:
 
 def _marks_of(style: CallStyle) -> set[str]:
     """Return the marks without which nothing tells a style's calls from text."""
-    return set() if style.unmarked else {style.opening, style.closing}
+    return set() if style.unmarked else {*style.openings, style.closing}
 
 
 def _strings_of(tool: Tool) -> dict[str, bool]:
