@@ -27,6 +27,7 @@ import msgspec
 
 from gateway.chat.calls import JsonEnd
 from gateway.core.events import CallPart
+from wire.calls import read_json
 
 _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
@@ -243,13 +244,15 @@ _LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
 
 
 def _named(document: Any) -> CallPart | None:
-    """Return the call in an object with a name and, perhaps, an object of arguments."""
+    """Return the call in an object with a name and, perhaps, an object of arguments or the text of one."""
     if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
     given = [document[key] for key in ("arguments", "parameters") if key in document]
     for arguments in given or [{}]:
-        if isinstance(arguments, dict):
-            return CallPart(document["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, str) and read_json(arguments) is not None:
+            return CallPart(document["name"], arguments)
+        if arguments is None or isinstance(arguments, dict):
+            return CallPart(document["name"], json.dumps(arguments or {}, ensure_ascii=False))
     return None
 
 

@@ -10,7 +10,7 @@ Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,6 +160,9 @@ class ChatTemplate:
                 **conversation.switches,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            apart = _one_by_one(conversation.messages)
+            if len(apart) > len(conversation.messages):  # some take one call at a time, as Llama 3's
+                return self.render(replace(conversation, messages=apart), answer_next=answer_next)
             raise InvalidRequestError(
                 f"the model's chat template does not take this conversation: {error}", param="messages"
             ) from None
@@ -265,6 +268,21 @@ def _arguments(text: str) -> Any:
     """Return arguments as an object, if they are one."""
     arguments = read_json(text)
     return _Unread(text) if arguments is None else arguments
+
+
+def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation with a message for each call, and its result behind it."""
+    apart: list[Message] = []
+    for message in messages:
+        end = len(apart)
+        if message.answers is not None:
+            ends = (at for at in range(end, 0, -1) if message.answers in {c.id for c in apart[at - 1].calls})
+            end = next(ends, end)
+        apart[end:end] = [
+            replace(message, calls=(call,), content="" if number else message.content)
+            for number, call in enumerate(message.calls)
+        ] or [message]
+    return tuple(apart)
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:

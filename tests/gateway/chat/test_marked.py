@@ -114,7 +114,13 @@ def test_what_is_no_call_stays_text(style: str | None, text: str, cuts: list[int
     assert read(text, style, cuts) == ("", text, [])
 
 
+def test_arguments_may_be_written_as_text() -> None:
+    text = '{"name": "weather", "parameters": "{\\"city\\": \\"Berlin\\"}"}'
+    assert read(text, "llama3") == read(f"<tool_call>{text}</tool_call>", "hermes") == ("", "", [BERLIN])
+
+
 def test_a_call_that_may_have_no_arguments() -> None:
+    assert read('{"name": "time", "parameters": null}', "llama3")[2] == [CallPart("time", "{}")]
     assert read('<tool_call>{"name": "time"}</tool_call>', "hermes")[2] == [CallPart("time", "{}")]
     assert read("<tool_call>time\n</tool_call>", "glm45")[2] == [CallPart("time", "{}")]
 
