@@ -61,7 +61,7 @@ class MarkedText:
         thinks: the model may write its reasoning first.
         thinking: the prompt ended within the reasoning.
         marks: before and behind the reasoning.
-        strings: by tool, the names of its parameters that are strings.
+        strings: by tool, its parameters that are strings (`PairArguments`).
     """
 
     def __init__(
@@ -73,14 +73,15 @@ class MarkedText:
         thinks: bool = False,
         thinking: bool = False,
         marks: tuple[str, str] = MARKS[0],
-        strings: Mapping[str, Collection[str]] = MappingProxyType({}),
+        strings: Mapping[str, Mapping[str, bool]] = MappingProxyType({}),
     ) -> None:
         self._think_mark, self._thought_mark = marks
         self._strings = strings
         self._single = single
         self._style = style if tools else None
         self._tools = frozenset(tools)
-        self._first = (style.opening[:1] if style is not None else "") or "\0"
+        self._openings = self._style.openings if self._style is not None else ()
+        self._first = self._openings[0][:1] if self._openings else "\0"
         """What no piece of text has that may hold a mark."""
         self._thinks = thinks or thinking
         self._thought = self._reasoned = False
@@ -171,9 +172,9 @@ class MarkedText:
             self._state = _State.THINKING
         elif not over and (not said or (self._thinks and self._think_mark.startswith(said))):
             return
-        elif style is not None and style.opening and said.startswith(style.opening):
+        elif said.startswith(self._openings):
             self._state = _State.TEXT
-        elif not over and style is not None and style.opening and style.opening.startswith(said):
+        elif not over and any(opening.startswith(said) for opening in self._openings):
             return
         elif style is not None and style.unmarked and said:
             self._opened = ""
@@ -196,13 +197,14 @@ class MarkedText:
             pieces.append(Reasoning(thought))
 
     def _text(self, pieces: list[Piece], *, over: bool) -> None:
-        opening = self._style.opening if self._style is not None else ""
-        text, found, rest = self._unread.partition(opening) if opening else (self._unread, "", "")
-        if found:
-            self._say(pieces, text)
-            self._state, self._unread, self._opened = _State.CALL, rest, found
+        places = [(at, opening) for opening in self._openings if (at := self._unread.find(opening)) >= 0]
+        if places:
+            at, self._opened = min(places)
+            self._say(pieces, self._unread[:at])
+            self._state, self._unread = _State.CALL, self._unread[at + len(self._opened) :]
             return
-        kept = possible_beginning(self._unread, opening) if opening and not over else 0
+        begun = (possible_beginning(self._unread, opening) for opening in self._openings)
+        kept = 0 if over else max(begun, default=0)
         text, self._unread = _parted(self._unread, kept)
         self._say(pieces, text)
         if over and self._blank:
@@ -222,7 +224,7 @@ class MarkedText:
             self._report()
             self._name, self._wrapping = head.name, head.wrapping
             self._arguments = style.arguments(
-                style.closing or style.opening, self._strings.get(head.name, ())
+                style.closing or next(iter(self._openings), ""), self._strings.get(head.name, {})
             )
             self._unread = self._unread[head.at :]
             self._state = _State.ARGUMENTS

@@ -5,18 +5,21 @@
 | hermes (Qwen 2.5 and 3, Hermes) | `<tool_call>{"name": N, "arguments": {...}}</tool_call>`, one or several |
 | qwen3coder (Qwen3-Coder) | `<tool_call><function=N><parameter=K>V</parameter>...</function></tool_call>` |
 | glm45 (GLM-4.5) | `<tool_call>N<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>` |
-| mistral | `[TOOL_CALLS][{"name": N, "arguments": {...}}, ...]`, or `[TOOL_CALLS]N[ARGS]{...}` |
+| mistral | `[TOOL_CALLS][{"name": N, "arguments": {...}}, ...]`, or `[TOOL_CALLS]N[CALL_ID]I[ARGS]{...}` |
 | llama3 (Llama 3.1 and later) | `{"name": N, "parameters": {...}}`, perhaps after `<|python_tag|>` |
 | glm4 (GLM-4, GLM-4-0414) | the name on a line, then the arguments as an object |
 
 A call whose name comes first is read as it is written, its arguments unchanged. Others are read whole. Where
-values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that.
+values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that, and so
+are Python's words, which Qwen3-Coder's template writes. That model often leaves out `<tool_call>`, which then
+is not missed, and sometimes `</function>`. Mistral's marks within a call may be missing: vLLM's tokenizer for
+these models leaves them out.
 """
 
 import enum
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
@@ -24,6 +27,7 @@ import msgspec
 
 from gateway.chat.calls import JsonEnd
 from gateway.core.events import CallPart
+from wire.calls import read_json
 
 _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
@@ -66,7 +70,7 @@ class ObjectArguments:
         mark: what they end at, complete or not.
     """
 
-    def __init__(self, mark: str, _strings: Collection[str]) -> None:
+    def __init__(self, mark: str, _strings: Mapping[str, bool]) -> None:
         self._mark = mark
         self._end = JsonEnd()
         self.complete = self.broken = False
@@ -94,18 +98,17 @@ class PairArguments:
     """Arguments as pairs of marked keys and values, each read whole, up to the mark behind them.
 
     Args:
-        strings: keys whose values are strings, whatever else they read as.
+        strings: keys whose values are strings, whatever else they read as, and whether null is one, too.
     """
 
     pair: ClassVar[re.Pattern[str]]
     closing: ClassVar[str]
     """The mark behind a value. It is looked for first: a file's text, say, comes in thousands of pieces."""
     end: ClassVar[str]
-    """The mark behind them."""
-    owns_end: ClassVar[bool] = True
-    """Whether that is theirs, not the call's."""
+    """The mark behind them, unless the call's own stands there."""
 
-    def __init__(self, _mark: str, strings: Collection[str]) -> None:
+    def __init__(self, mark: str, strings: Mapping[str, bool]) -> None:
+        self._mark = mark
         self._strings = strings
         self._pairs: int | None = None
         """So many were read; None: the object was not opened yet."""
@@ -117,16 +120,17 @@ class PairArguments:
         self._pairs = self._pairs or 0
         while self.closing in text and (pair := self.pair.match(text)) is not None:
             key, value = pair[1].strip(), pair[2]
-            pieces = (key, value if key in self._strings else _value(value))
+            is_text = key in self._strings and not (self._strings[key] and value in _NULL)
+            pieces = (key, value if is_text else _value(value))
             shown = ": ".join(json.dumps(piece, ensure_ascii=False) for piece in pieces)
             written += f"{', ' if self._pairs else ''}{shown}"
             self._pairs += 1
             text = text[pair.end() :]
         said = text.lstrip()
-        if said.startswith(self.end):
+        if said.startswith((self._mark, self.end)):
             self.complete = True
-            return written + "}", said.removeprefix(self.end) if self.owns_end else said
-        self.broken = not self.may_be_pair(said) and not self.end.startswith(said)
+            return written + "}", said if said.startswith(self._mark) else said.removeprefix(self.end)
+        self.broken = not (self.may_be_pair(said) or self._mark.startswith(said) or self.end.startswith(said))
         return written, text
 
     @staticmethod
@@ -135,12 +139,17 @@ class PairArguments:
         raise NotImplementedError
 
 
+_FUNCTION: Final = "<function="
+_FUNCTION_END: Final = "</function>"
+_PARAMETER: Final = "<parameter="
+
+
 class TaggedArguments(PairArguments):
     """As Qwen3-Coder writes them."""
 
     pair = re.compile(r"\s*<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
     closing = "</parameter>"
-    end = "</function>"
+    end = _FUNCTION_END
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -148,7 +157,6 @@ class TaggedArguments(PairArguments):
         return text.startswith(_PARAMETER) or _PARAMETER.startswith(text)
 
 
-_PARAMETER: Final = "<parameter="
 _KEY: Final = "<arg_key>"
 _KEYED: Final = "</arg_key>"
 _VALUE: Final = "<arg_value>"
@@ -159,7 +167,7 @@ class KeyedArguments(PairArguments):
 
     pair = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
     closing = "</arg_value>"
-    end, owns_end = _CALLED, False
+    end = _CALLED
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -191,8 +199,8 @@ class CallStyle:
     """How a family writes calls."""
 
     name: str
-    opening: str
-    """The mark before calls; empty: an answer may begin with one."""
+    openings: tuple[str, ...]
+    """The marks before calls, one of which is there; none: an answer may begin with one."""
     closing: str
     """The mark behind a call, which the answer's end may replace; empty: only that."""
     heads: tuple[re.Pattern[str], ...]
@@ -201,8 +209,8 @@ class CallStyle:
     """Whether what came so far, without white space before it, may still be a call."""
     read: Callable[[str], list[CallPart] | None] = lambda _: None
     """Reads what stands between the marks, where `head` found no arguments; None: it is no call."""
-    arguments: Callable[[str, Collection[str]], Arguments] = ObjectArguments
-    """Makes a reader of arguments that end at the given mark, given the names of those that are strings."""
+    arguments: Callable[[str, Mapping[str, bool]], Arguments] = ObjectArguments
+    """Makes a reader of arguments that end at the given mark, given which are strings (`PairArguments`)."""
     unmarked: bool = False
     """An answer may begin with a call without a mark."""
     separators: str = ""
@@ -229,20 +237,22 @@ _OBJECT_HEAD: Final = re.compile(
     r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"'
     r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{))?'
 )
-_ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*\[ARGS\]\s*(\{)")
+_ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(\{)")
 _PAIRS_HEAD: Final = re.compile(r"\s*([^\s<]+)\s*(<arg_key>)[^<]*</arg_key>\s*<arg_value>")
-_FUNCTION_HEAD: Final = re.compile(r"\s*<function=([^\s<>]+)>\s*(<parameter=|</function>)")
+_FUNCTION_HEAD: Final = re.compile(r"\s*(?:<function=)?([^\s<>]+)>\s*(<parameter=|</function>)")
 _LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
 
 
 def _named(document: Any) -> CallPart | None:
-    """Return the call in an object with a name and, perhaps, an object of arguments."""
+    """Return the call in an object with a name and, perhaps, an object of arguments or the text of one."""
     if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
     given = [document[key] for key in ("arguments", "parameters") if key in document]
     for arguments in given or [{}]:
-        if isinstance(arguments, dict):
-            return CallPart(document["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, str) and read_json(arguments) is not None:
+            return CallPart(document["name"], arguments)
+        if arguments is None or isinstance(arguments, dict):
+            return CallPart(document["name"], json.dumps(arguments or {}, ensure_ascii=False))
     return None
 
 
@@ -271,9 +281,13 @@ def _read_pairs(text: str) -> list[CallPart] | None:
 def _value(text: str) -> Any:
     """Read a value: JSON, or else a string as it stands."""
     try:
-        return msgspec.json.decode(text)
+        return msgspec.json.decode(_WORDS.get(text, text))
     except (msgspec.DecodeError, RecursionError):
         return text
+
+
+_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_NULL: Final = ("null", "None")
 
 
 def _begins_object(text: str) -> bool:
@@ -285,6 +299,16 @@ def _begins_object(text: str) -> bool:
 _KEYS: Final = ('{"name"', '{"type"', '{"id"', '{"parameters"', '{"arguments"')
 _FIRST_KEY: Final = 64
 """Characters at the beginning, white space included, that tell whether it is one of them."""
+
+
+def _begins_function(text: str) -> bool:
+    if _FUNCTION.startswith(text):
+        return True
+    name, _, arguments = text.removeprefix(_FUNCTION).partition(">")
+    said = arguments.lstrip()
+    return _NAME.fullmatch(name) is not None and any(
+        said.startswith(mark) or mark.startswith(said) for mark in (_PARAMETER, _FUNCTION_END)
+    )
 
 
 def _begins_line(text: str) -> bool:
@@ -299,14 +323,14 @@ STYLES: Final = {
     for style in (
         CallStyle(
             name="hermes",
-            opening=_CALL,
+            openings=(_CALL,),
             closing=_CALLED,
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
         ),
         CallStyle(
             name="glm45",
-            opening=_CALL,
+            openings=(_CALL,),
             closing=_CALLED,
             heads=(_PAIRS_HEAD,),
             read=_read_pairs,
@@ -314,14 +338,15 @@ STYLES: Final = {
         ),
         CallStyle(
             name="qwen3coder",
-            opening=_CALL,
+            openings=(_CALL, _FUNCTION),
             closing=_CALLED,
+            begins=_begins_function,
             heads=(_FUNCTION_HEAD,),
             arguments=TaggedArguments,
         ),
         CallStyle(
             name="mistral",
-            opening=_CALLS,
+            openings=(_CALLS,),
             closing="",
             heads=(_OBJECT_HEAD, _ARGS_HEAD),
             read=_read_objects,
@@ -329,7 +354,7 @@ STYLES: Final = {
         ),
         CallStyle(
             name="llama3",
-            opening=_PYTHON,
+            openings=(_PYTHON,),
             closing="",
             begins=_begins_object,
             heads=(_OBJECT_HEAD,),
@@ -339,7 +364,7 @@ STYLES: Final = {
         ),
         CallStyle(
             name="glm4",
-            opening="",
+            openings=(),
             closing="",
             begins=_begins_line,
             heads=(_LINE_HEAD,),

@@ -10,7 +10,7 @@ Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_items
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -75,6 +76,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
+        environment.filters["items"] = _items
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         self._tokens = dict(tokens)
@@ -158,6 +160,9 @@ class ChatTemplate:
                 **conversation.switches,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            apart = _one_by_one(conversation.messages)
+            if len(apart) > len(conversation.messages):  # some take one call at a time, as Llama 3's
+                return self.render(replace(conversation, messages=apart), answer_next=answer_next)
             raise InvalidRequestError(
                 f"the model's chat template does not take this conversation: {error}", param="messages"
             ) from None
@@ -245,10 +250,39 @@ def _parts(message: Message) -> list[dict[str, str]]:
     return parts
 
 
+class _Unread(str):
+    """Arguments that are no object: the text that the model wrote; a pair, where a template wants pairs."""
+
+    __slots__ = ()
+
+    def items(self) -> list[tuple[str, str]]:
+        """Return the text as if it were an argument."""
+        return [("arguments", str(self))]
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, _Unread) else do_items(value)
+
+
 def _arguments(text: str) -> Any:
-    """Return arguments as an object; those that are none stay the text that the model wrote."""
+    """Return arguments as an object, if they are one."""
     arguments = read_json(text)
-    return text if arguments is None else arguments
+    return _Unread(text) if arguments is None else arguments
+
+
+def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation with a message for each call, and its result behind it."""
+    apart: list[Message] = []
+    for message in messages:
+        end = len(apart)
+        if message.answers is not None:
+            ends = (at for at in range(end, 0, -1) if message.answers in {c.id for c in apart[at - 1].calls})
+            end = next(ends, end)
+        apart[end:end] = [
+            replace(message, calls=(call,), content="" if number else message.content)
+            for number, call in enumerate(message.calls)
+        ] or [message]
+    return tuple(apart)
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:

@@ -95,6 +95,13 @@ class Fault(enum.Enum):
         param="model",
         upstream_at_fault=False,
     )
+    NO_LOGIT_BIAS = Treatment(
+        "no_logit_bias",
+        InvalidRequestError,
+        "The model's backend does not have 'logit_bias'.",
+        param="logit_bias",
+        upstream_at_fault=False,
+    )
     QUEUE_FULL = Treatment(
         "queue_full", RateLimitError, "The model's queue is full; try again shortly.", 1, failover=True
     )
@@ -199,6 +206,16 @@ _TEXTS = [
     (re.compile(r"Request for unknown model"), Fault.NOT_READY),
     # From the official vLLM backend.
     (re.compile(r"Error generating stream: Model \S+ does not support '\w+' request"), Fault.OTHER_TASK),
+    # It has logged why vLLM refused the parameters of sampling, and goes on without any.
+    (
+        re.compile(r"Error generating stream: 'NoneType' object has no attribute 'lora_name'"),
+        Fault.INVALID_REQUEST,
+    ),
+    # Of the ids in a logit bias, which it leaves strings, as they are in JSON.
+    (
+        re.compile(r"Error generating stream: '<' not supported between instances of 'str'"),
+        Fault.NO_LOGIT_BIAS,
+    ),
     (re.compile(r"LoRA (?:\S+ is not supported|feature is not enabled)"), Fault.NO_ADAPTER),
     (re.compile(r"explicit model load / unload is not allowed"), Fault.NOT_PERMITTED),
     (re.compile(r"This protocol is restricted"), Fault.NOT_PERMITTED),

@@ -21,13 +21,13 @@ from gateway.triton.dialects.base import Dialect, Embedder, Request, Response
 from gateway.triton.dialects.tensors import Tensors, outputs
 from wire.strings import pack_strings
 
-_REQUEST: Final = "embedding_request"
+REQUEST: Final = "embedding_request"
 _NUMBERS: Final = ("FP16", "FP32", "FP64")
 
 
 def of_vllm(inputs: Collection[str]) -> Embedder | None:
     """Return what embeds with a model of the vLLM backend; None: its release cannot."""
-    if _REQUEST not in inputs:
+    if REQUEST not in inputs:
         return None
 
     def request(embedding: Embedding) -> Request:
@@ -38,7 +38,7 @@ def of_vllm(inputs: Collection[str]) -> Embedder | None:
         if embedding.dimensions is not None:
             document["pooling_params"] = {"dimensions": [embedding.dimensions]}
         tensors.text("text_input", "")  # which the model must have, and does not read
-        tensors.text(_REQUEST, json.dumps(document, ensure_ascii=False))
+        tensors.text(REQUEST, json.dumps(document, ensure_ascii=False))
         tensors.flags("return_num_input_tokens")
         return message
 

@@ -1,9 +1,9 @@
 """How the conversations of a model without a tokenizer of its own read: prompts as text, and their tokens."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CallStyle, style_of
@@ -24,8 +24,8 @@ class RenderedPrompt(PlainText):
     """None: they were not counted."""
     tools: tuple[str, ...] = ()
     """Names of those that may be called."""
-    strings: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """By tool, the names of its parameters that are strings."""
+    strings: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """By tool, the names of its parameters that are strings, and whether they may be null."""
     single: bool = False
     """At most one call is answered with."""
     thinks: bool = False
@@ -233,15 +233,22 @@ def no_template() -> InvalidRequestError:
 
 def _marks_of(style: CallStyle) -> set[str]:
     """Return the marks without which nothing tells a style's calls from text."""
-    return set() if style.unmarked else {style.opening, style.closing}
+    return set() if style.unmarked else {*style.openings, style.closing}
 
 
-def _strings_of(tool: Tool) -> frozenset[str]:
+def _strings_of(tool: Tool) -> dict[str, bool]:
     properties = tool.parameters.get("properties")
     if not isinstance(properties, Mapping):
-        return frozenset()
-    return frozenset(
-        name
-        for name, schema in properties.items()
-        if isinstance(schema, Mapping) and schema.get("type") == "string"
-    )
+        return {}
+    types = {name: _types_of(schema) for name, schema in properties.items()}
+    return {name: "null" in each for name, each in types.items() if each - {"null"} == {"string"}}
+
+
+def _types_of(schema: Any) -> set[str]:
+    """Return the names of the types that a schema lets a value have; an empty one where it does not say."""
+    if not isinstance(schema, Mapping):
+        return {""}
+    if isinstance(options := schema.get("anyOf", schema.get("oneOf")), list):
+        return {each for option in options for each in _types_of(option)}
+    types = schema.get("type", "")
+    return {str(each) for each in (types if isinstance(types, list) else [types])}

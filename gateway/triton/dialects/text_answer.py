@@ -292,7 +292,12 @@ class TextOutputs(TextAnswer):
         found = outputs(response)
         events = self.accept(next(iter(found.get("num_input_tokens", ())), None))
         counts, reasons = found.get("num_output_tokens", []), found.get("finish_reason", [])
-        for index, text in enumerate(found.get("text_output", [])):
+        texts = found.get("text_output", [])
+        if 0 < len(texts) < len(self._choices):
+            raise UpstreamProtocolError(
+                f"The model's backend answered with {len(texts)} of {len(self._choices)} choices."
+            )
+        for index, text in enumerate(texts):
             self._choice(index)
             reason = reasons[index] if index < len(reasons) and reasons[index] not in _UNENDED else None
             new = self._growths[index].push(text)

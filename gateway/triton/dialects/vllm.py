@@ -36,7 +36,7 @@ _EVERY_TOKEN: Final = -1
 """As `top_k`: in all releases, of which older ones refuse 0."""
 _REPORTS: Final = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
-"""Fields of vLLM's StructuredOutputsParams by the kinds of grammars."""
+"""Fields of vLLM's StructuredOutputsParams, formerly GuidedDecodingParams, by the kinds of grammars."""
 _EXCLUDES: Final = "exclude_input_in_output"
 _IMAGES: Final = "image"
 
@@ -52,14 +52,14 @@ def _write(
     tensors.numbers("stream", "BOOL", generation.stream)
     if prompt.images:
         tensors.text(_IMAGES, *(image.data for image in prompt.images))
-    tensors.text("sampling_parameters", json.dumps(_parameters(generation), ensure_ascii=False))
+    tensors.text("sampling_parameters", json.dumps(_parameters(generation, inputs), ensure_ascii=False))
     tensors.flags(_EXCLUDES, *_REPORTS)
     if generation.logprobs is not None and not tensors.flags("return_logprobs"):
         raise InvalidRequestError("The model's backend has no log-probabilities.", param="logprobs")
     return message
 
 
-def _parameters(generation: Generation) -> dict[str, Any]:
+def _parameters(generation: Generation, inputs: Collection[str]) -> dict[str, Any]:
     """Return vLLM's sampling parameters; those at our defaults too, since vLLM's may be the model's own."""
     parameters = {name: getattr(generation, name) for name in _SAME}
     limit, top_k = generation.max_tokens, generation.top_k
@@ -72,7 +72,9 @@ def _parameters(generation: Generation) -> dict[str, Any]:
     if generation.logit_bias:
         parameters["logit_bias"] = {str(id_): bias for id_, bias in generation.logit_bias.items()}
     if generation.grammar is not None:
-        parameters["structured_outputs"] = json.dumps(_structured(generation.grammar))
+        # Renamed in the release that began to embed, 25.11: each takes its own name only.
+        name = "structured_outputs" if embeddings.REQUEST in inputs else "guided_decoding"
+        parameters[name] = json.dumps(_structured(generation.grammar))
     return {name: value for name, value in parameters.items() if value is not None}
 
 

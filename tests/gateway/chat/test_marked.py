@@ -115,6 +115,7 @@ def test_what_is_no_call_stays_text(style: str | None, text: str, cuts: list[int
 
 
 def test_a_call_that_may_have_no_arguments() -> None:
+    assert read('{"name": "time", "parameters": null}', "llama3")[2] == [CallPart("time", "{}")]
     assert read('<tool_call>{"name": "time"}</tool_call>', "hermes")[2] == [CallPart("time", "{}")]
     assert read("<tool_call>time\n</tool_call>", "glm45")[2] == [CallPart("time", "{}")]
 
@@ -158,6 +159,8 @@ PAIRS = (
         ),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
         ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"a": 1}, "id": "abc"}]', '{"a": 1}'),
+        ("mistral", '[TOOL_CALLS]weather[CALL_ID]aB3dE6gH9[ARGS]{"a": 1}', '{"a": 1}'),
+        ("mistral", '[TOOL_CALLS]weather{"a": 1}', '{"a": 1}'),
         ("llama3", '{"type": "function", "name": "weather", "parameters": {"a": 1}}', '{"a": 1}'),
         ("llama3", '{"parameters": {"a": 1}, "name": "weather"}', '{"a": 1}'),
         ("glm45", PAIRS, '{"a": "NaN</tool_call>", "b": [1]}'),
@@ -272,6 +275,8 @@ WRITTEN = {
         CALLS["qwen3coder"],
         "<tool_call><function=weather>",
         "<tool_call>",
+        "<function=weather>",
+        "<function=",
         "<parameter=",
         "a>",
         "</parameter>",
@@ -361,20 +366,25 @@ PAIR_FORMS = {
 }
 
 
+STRINGS = {"file": False, "city": False, "none": False, "code": True, "zip": True}
+
+
 @pytest.mark.parametrize("style", PAIR_FORMS)
 @given(cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_a_schema_says_which_values_are_strings(style: str, cuts: list[int]) -> None:
     values = {"file": '{"a":\n 1}', "city": "12", "days": "12", "on": "true", "place": "a < b"}
+    values |= {"off": "False", "null": "null", "none": "None", "code": "12", "zip": "null"}
     written = "".join(PAIR_FORMS[style].format(*each) for each in values.items())
     begin, end = {"glm45": ("weather\n", ""), "qwen3coder": ("<function=weather>\n", "</function>")}[style]
     text = f"<tool_call>{begin}{written}{end}</tool_call>Done."
-    reader = MarkedText(STYLES[style], TOOLS, strings={"weather": {"file", "city"}})
+    reader = MarkedText(STYLES[style], TOOLS, strings={"weather": STRINGS})
     pieces: list[Piece] = []
     for first, last in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
         pieces += reader.push(text[first:last])
     call, said = joined_pieces([*pieces, *reader.end()])
     assert isinstance(call, CallPart)
-    assert json.loads(call.arguments) == values | {"days": 12, "on": True}
+    others = {"days": 12, "on": True, "off": False, "null": None, "zip": None}
+    assert json.loads(call.arguments) == values | others
     assert said == "Done."
 
 

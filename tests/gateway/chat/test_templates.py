@@ -167,6 +167,40 @@ def test_calls_that_are_no_json_stay_as_written() -> None:
     assert template.render(talk) == "{broken"
 
 
+def test_calls_side_by_side_come_one_by_one_where_a_template_takes_no_other() -> None:
+    """As Llama 3's, though the model writes several."""
+    source = """{% for m in messages %}{% if m.tool_calls %}
+    {%- if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}
+    {{- m.tool_calls[0].function.name }}({{ m.content }});{% else %}{{ m.content }};{% endif %}{% endfor %}"""
+    calls = tuple(PastCall(id=each, name=each, arguments="{}") for each in ("f", "g"))
+    talk = (
+        Message(role="user", content="?"),
+        Message(role="assistant", content="Look", calls=calls),
+        Message(role="tool", content="of g", answers="g"),
+        Message(role="tool", content="of f", answers="f"),
+    )
+    template = ChatTemplate({"default": source}, {})
+    assert template.render(Conversation(talk)) == "?;f(Look);of f;g();of g;"
+    again = template.render(Conversation((*talk, *talk)))
+    assert again == "?;f(Look);of f;g();of g;" * 2
+    with pytest.raises(InvalidRequestError, match="not this"):
+        ChatTemplate({"default": "{{ raise_exception('not this') }}"}, {}).render(Conversation(talk))
+
+
+@pytest.mark.parametrize("pairs", ["arguments.items()", "arguments | items"])
+def test_calls_that_are_no_json_are_one_argument_where_a_template_writes_pairs(pairs: str) -> None:
+    """As GLM-4.5's does, and Qwen3-Coder's."""
+    source = "{% for k, v in messages[0].tool_calls[0].function." + pairs + " %}{{ k }}={{ v }};{% endfor %}"
+    template = ChatTemplate({"default": source}, {})
+
+    def written(arguments: str) -> str:
+        call = PastCall(id="1", name="f", arguments=arguments)
+        return template.render(Conversation((Message(role="assistant", content="", calls=(call,)),)))
+
+    assert written('{"a": 1, "b": "x"}') == "a=1;b=x;"
+    assert written('{"a": 1, "b') == 'arguments={"a": 1, "b;'
+
+
 NINE = (
     "{% for message in messages %}{% for call in message.tool_calls %}"
     "{% if not call.id is defined or call.id|length != 9 %}{{ raise_exception('nine!') }}{% endif %}"

@@ -241,11 +241,18 @@ async def test_a_grammar_that_vllm_refuses_is_the_requests_fault(before: str, wo
     assert (told.status, told.message, told.param) == (400, words, "structured_outputs.regex")
 
 
+def test_triton_vllm_backend_reads_no_ids_of_a_logit_bias() -> None:
+    """It leaves them the strings that JSON has, which newer engines compare with numbers."""
+    error = classify(OFFICIAL + "'<' not supported between instances of 'str' and 'int'").to_gateway()
+    assert (error.status, error.param) == (400, "logit_bias")
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
         ("Error generating stream: CUDA error", Fault.UNKNOWN),
         (OURS + "top_p must be in (0, 1]", Fault.INVALID_REQUEST),
+        (OFFICIAL + "'NoneType' object has no attribute 'lora_name'", Fault.INVALID_REQUEST),
         ("tritongate:internal: maximum context length is", Fault.INTERNAL),
     ],
 )

@@ -197,9 +197,14 @@ def test_the_parameters_that_are_strings_are_known() -> None:
         "b": {"type": ["string", "null"]},
         "c": {"type": "integer"},
         "d": True,
+        "e": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "f": {"type": ["string", "integer"]},
+        "g": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/G"}]},
+        "h": {"type": "null"},
     }
+    strings = {"a": False, "b": True, "e": True}
     tools = (replace(WEATHER, parameters={"properties": properties}), replace(WEATHER, name="time"))
-    assert model().render(talk(offer=ToolOffer(tools=tools))).strings == {"weather": {"a"}, "time": set()}
+    assert model().render(talk(offer=ToolOffer(tools=tools))).strings == {"weather": strings, "time": {}}
 
 
 def test_a_template_gives_away_how_reasoning_is_marked(tmp_path: Path) -> None:

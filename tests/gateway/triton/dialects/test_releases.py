@@ -10,7 +10,17 @@ import pytest
 
 from gateway.chat.templates import ChatTemplate
 from gateway.core.events import Delta
-from gateway.core.request import Conversation, Generation, Image, Message, PlainText, Prompt, Tool, ToolOffer
+from gateway.core.request import (
+    Conversation,
+    Generation,
+    Grammar,
+    Image,
+    Message,
+    PlainText,
+    Prompt,
+    Tool,
+    ToolOffer,
+)
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.triton.dialects import Dialects, llm_api, trtllm, vllm
 from gateway.triton.dialects.base import Dialect, ModelReport, Request, Response
@@ -92,6 +102,13 @@ def test_an_older_vllm_does_not_repeat_the_prompt(texts: list[str], *, stream: b
     assert last.finish_reason == "stop"
 
 
+def test_a_choice_that_vllm_leaves_out_is_no_empty_answer() -> None:
+    """The official backend sends what vLLM's engine told last: often of the last choice alone."""
+    dialect = vllm.CONTRACT.dialect(VLLM | {"exclude_input_in_output"}, NOT_COUNTING)
+    with pytest.raises(UpstreamProtocolError, match="1 of 2 choices"):
+        read(dialect, [response("Two.")], n=2)
+
+
 def test_any_vllm_reads_the_parameters_of_a_plain_request() -> None:
     """None may be null, older releases refuse 0 as `top_k`, and do not know of all parameters."""
     dialect = vllm.CONTRACT.dialect(VLLM, NOT_COUNTING)
@@ -106,6 +123,19 @@ def test_any_vllm_reads_the_parameters_of_a_plain_request() -> None:
     assert not plain.keys() & {"min_tokens", "bad_words", "logit_bias"}
     chosen = {"max_tokens": 5, "top_k": 4, "min_tokens": 2, "bad_words": ["x"]}
     assert sent(**chosen).items() >= chosen.items()
+
+
+@pytest.mark.parametrize(
+    ("newer", "name"), [(set(), "guided_decoding"), ({"embedding_request"}, "structured_outputs")]
+)
+def test_releases_of_vllm_call_a_grammar_differently(newer: set[str], name: str) -> None:
+    """The backend of 25.11 renamed it, and began to embed; each release refuses the other name."""
+    dialect = vllm.CONTRACT.dialect(VLLM | newer, NOT_COUNTING)
+    grammar = Grammar(kind="regex", text="a", field="structured_outputs.regex")
+    asked = given(dialect.request(prepared(dialect, grammar=grammar), ModelReport(), 1.0))
+    parameters = json.loads(asked["sampling_parameters"][0])
+    assert parameters.keys() & {"guided_decoding", "structured_outputs"} == {name}
+    assert json.loads(parameters[name]) == {"regex": "a"}
 
 
 def test_an_older_vllm_tells_neither_lengths_nor_reasons() -> None:
