@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from triton_models.directory import check_checkpoint
+from triton_models.directory import check_checkpoint, detect_format
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
@@ -157,6 +157,8 @@ def main(
         check_checkpoint(
             checkpoint, None if chat_format is None else str(chat_format), any_type=engine == "transformers"
         )
+        # The directory's name may tell it, and the copy has another.
+        options["format"] = chat_format or detect_format(checkpoint)
         entry = ModelEntry(
             name=name or folder_name,
             checkpoint="checkpoint",

@@ -51,19 +51,20 @@ def load_model(
     progress: LoadProgress | None = None,
     *,
     quantization: str | None = None,
+    chat_format: str | None = None,
 ) -> Decoder:
     """Read a checkpoint into a model on `device`.
 
     Files are memory-mapped one at a time and copied tensor by tensor into the model, so that at most about
     one shard is in host memory in addition to the model. With a `quantization` (see `QUANTISATIONS`), all
     matrices but the embedding are quantised as they are copied. A checkpoint that is quantised already stays
-    as it is; its output head, too, if it is not quantised.
+    as it is; its output head, too, if it is not quantised. `chat_format`: as for `read_shape`.
 
     Raises:
         CheckpointError: the checkpoint is broken (the message names the file, and the tensor if one is at
             fault), or the model does not fit on the device.
     """
-    config = read_shape(directory)
+    config = read_shape(directory, chat_format)
     stored, quantization = read_quantization(directory, quantization)
     shards = find_shards(directory)
     form, head = _matrix_forms(stored, quantization)

@@ -55,6 +55,7 @@ def test_everything_is_in_the_repository(tmp_path: Path, packed: list[Any]) -> N
     assert parameters(out, "glm") == {
         "checkpoint": "checkpoint",
         "device": "cuda:0",
+        "format": "chatglm3",
         "EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/environment.tar.gz",
         "max_running": "7",
     }
@@ -65,6 +66,14 @@ def test_everything_is_in_the_repository(tmp_path: Path, packed: list[Any]) -> N
         assert (entry / "checkpoint" / path.name).read_bytes() == path.read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert (out.stat().st_mode & 0o755) == 0o755
+
+
+def test_the_format_that_only_the_directorys_name_tells_is_kept(tmp_path: Path) -> None:
+    tuned = tmp_path / "my-chatglm2"
+    shutil.copytree(GOLDEN / "chatglm2", tuned)
+    (tuned / "tokenizer_config.json").unlink()
+    assert run("--model", tuned, "--out", tmp_path / "out", "--no-environment")[0] == 0
+    assert parameters(tmp_path / "out", "my-chatglm2")["format"] == "chatglm2"
 
 
 def test_a_checkpoint_may_be_linked_and_packages_be_there_already(tmp_path: Path, packed: list[Any]) -> None:
