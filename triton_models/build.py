@@ -33,7 +33,7 @@ _DOCKERFILE = """\
 # Written by `tritongate build`: NVIDIA's Triton, the model {name}, and packages for the image's Python.
 # Private, as every Triton behind the gateway: it has no HTTP server, and wants a key for everything but
 # health, metadata, configurations and inference: KEY=VALUE, which is the gateway's setting repository_key.
-# docker run --gpus all --shm-size 1g --env TRITONGATE_REPOSITORY_KEY{volume} IMAGE
+# docker run{gpus} --shm-size 1g --env TRITONGATE_REPOSITORY_KEY{volume} IMAGE
 ARG TRITON={triton}
 FROM nvcr.io/nvidia/tritonserver:${{TRITON}}
 # The engine's kernels are compiled where they run: torch's compiler builds its launchers with gcc.
@@ -74,12 +74,13 @@ def write_repository(
         shutil.move(environment, entry / _ARCHIVE)
 
 
-def dockerfile(name: str, *, triton: str, linked: Path | None) -> str:
-    """Return the Dockerfile for a repository with this model; `linked` is a directory outside of it."""
+def dockerfile(model: ModelEntry, *, triton: str, linked: Path | None) -> str:
+    """Return the Dockerfile for a repository with `model`; `linked` is a directory outside of it."""
+    gpus = "" if model.device == "cpu" else " --gpus all"
     volume = "" if linked is None else f" --volume {linked}:{linked}:ro"
     arguments = ["--model-repository=/models", "--disable-auto-complete-config", *NO_CONTEXT]
     command = " ".join(["tritonserver", *arguments, *private_arguments(_KEY)])
-    return _DOCKERFILE.format(name=name, triton=triton, volume=volume, command=command)
+    return _DOCKERFILE.format(name=model.name, triton=triton, gpus=gpus, volume=volume, command=command)
 
 
 def _images_python() -> str:
@@ -188,7 +189,7 @@ def main(
                 environment=environment if packed else None,
             )
             if packed:
-                text = dockerfile(entry.name, triton=triton, linked=checkpoint if link else None)
+                text = dockerfile(entry, triton=triton, linked=checkpoint if link else None)
                 (built / "Dockerfile").write_text(text, encoding="utf-8")
             built.rename(out)
     except (EnvironmentPackError, OSError) as error:

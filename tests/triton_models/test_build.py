@@ -132,6 +132,15 @@ def test_the_dockerfile(tmp_path: Path, packed: list[Any]) -> None:
     assert flags[-1] == "--log-verbose=1"
 
 
+@pytest.mark.parametrize(("device", "flag"), [("cpu", ""), ("cuda:1", " --gpus all")])
+def test_only_a_model_on_a_gpu_is_run_with_gpus(
+    tmp_path: Path, packed: list[Any], device: str, flag: str
+) -> None:
+    run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out", "--python", "p", "--device", device)
+    text = (tmp_path / "out" / "Dockerfile").read_text(encoding="utf-8")
+    assert f"# docker run{flag} --shm-size 1g" in text
+
+
 def test_the_images_python_is_looked_for(
     tmp_path: Path, packed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
