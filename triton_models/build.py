@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from triton_models.directory import check_checkpoint, detect_format
+from triton_models.directory import check_checkpoint, detect_format, find_shards
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
@@ -28,6 +28,8 @@ TRITON = "26.07-py3"
 _IMAGES_PYTHON = "python3.12"
 """Of NVIDIA's images since 24.11."""
 _ARCHIVE = f"environment{SUFFIX}"
+_WEIGHTS = {".safetensors", ".bin", ".pth", ".pt", ".gguf"}
+"""What files of weights end with."""
 
 _DOCKERFILE = """\
 # Written by `tritongate build`: NVIDIA's Triton, the model {name}, and packages for the image's Python.
@@ -57,7 +59,7 @@ def write_repository(
     Args:
         out: the repository.
         model: the entry; its `checkpoint` and `environment` are those that are written here.
-        checkpoint: the directory that is copied, without hidden files.
+        checkpoint: the directory that is copied, without hidden files and weights that are not read.
         link: make a symbolic link to it instead.
         environment: moved into the entry; None: it has none.
 
@@ -69,7 +71,10 @@ def write_repository(
     if link:
         (entry / model.checkpoint).symlink_to(checkpoint)
     else:
-        shutil.copytree(checkpoint, entry / model.checkpoint, ignore=shutil.ignore_patterns(".*"))
+        read = {path.name for path in find_shards(checkpoint)}
+        others = (path.name for path in checkpoint.rglob("*") if path.suffix in _WEIGHTS)
+        left_out = shutil.ignore_patterns(".*", *(name for name in others if name not in read))
+        shutil.copytree(checkpoint, entry / model.checkpoint, ignore=left_out)
     if environment is not None:
         shutil.move(environment, entry / _ARCHIVE)
 

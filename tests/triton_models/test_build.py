@@ -76,6 +76,19 @@ def test_the_format_that_only_the_directorys_name_tells_is_kept(tmp_path: Path) 
     assert parameters(tmp_path / "out", "my-chatglm2")["format"] == "chatglm2"
 
 
+def test_weights_that_are_not_read_are_not_copied(tmp_path: Path) -> None:
+    """Published directories often hold them twice, as safetensors and as pickles."""
+    both = tmp_path / "both"
+    shutil.copytree(GOLDEN / "chatglm3", both)
+    (both / "original").mkdir()
+    for name in ("pytorch_model-00001-of-00001.bin", "original/consolidated.00.pth", "original/params.json"):
+        (both / name).write_text("large")
+    assert run("--model", both, "--out", tmp_path / "out", "--no-environment")[0] == 0
+    copy = tmp_path / "out" / "repository" / "both" / "checkpoint"
+    found = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert found == {path.name for path in (GOLDEN / "chatglm3").iterdir()} | {"original/params.json"}
+
+
 def test_a_checkpoint_may_be_linked_and_packages_be_there_already(tmp_path: Path, packed: list[Any]) -> None:
     archive = tmp_path / "before.tar.gz"
     archive.write_text("packages from before")
