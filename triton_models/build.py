@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from triton_models.directory import check_checkpoint
+from triton_models.directory import check_checkpoint, detect_format, find_shards
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
@@ -28,12 +28,14 @@ TRITON = "26.07-py3"
 _IMAGES_PYTHON = "python3.12"
 """Of NVIDIA's images since 24.11."""
 _ARCHIVE = f"environment{SUFFIX}"
+_WEIGHTS = {".safetensors", ".bin", ".pth", ".pt", ".gguf"}
+"""What files of weights end with."""
 
 _DOCKERFILE = """\
 # Written by `tritongate build`: NVIDIA's Triton, the model {name}, and packages for the image's Python.
 # Private, as every Triton behind the gateway: it has no HTTP server, and wants a key for everything but
 # health, metadata, configurations and inference: KEY=VALUE, which is the gateway's setting repository_key.
-# docker run --gpus all --shm-size 1g --env TRITONGATE_REPOSITORY_KEY{volume} IMAGE
+# docker run{gpus} --shm-size 1g --env TRITONGATE_REPOSITORY_KEY{volume} IMAGE
 ARG TRITON={triton}
 FROM nvcr.io/nvidia/tritonserver:${{TRITON}}
 # The engine's kernels are compiled where they run: torch's compiler builds its launchers with gcc.
@@ -57,7 +59,7 @@ def write_repository(
     Args:
         out: the repository.
         model: the entry; its `checkpoint` and `environment` are those that are written here.
-        checkpoint: the directory that is copied, without hidden files.
+        checkpoint: the directory that is copied, without hidden files and weights that are not read.
         link: make a symbolic link to it instead.
         environment: moved into the entry; None: it has none.
 
@@ -69,17 +71,21 @@ def write_repository(
     if link:
         (entry / model.checkpoint).symlink_to(checkpoint)
     else:
-        shutil.copytree(checkpoint, entry / model.checkpoint, ignore=shutil.ignore_patterns(".*"))
+        read = {path.name for path in find_shards(checkpoint)}
+        others = (path.name for path in checkpoint.rglob("*") if path.suffix in _WEIGHTS)
+        left_out = shutil.ignore_patterns(".*", *(name for name in others if name not in read))
+        shutil.copytree(checkpoint, entry / model.checkpoint, ignore=left_out)
     if environment is not None:
         shutil.move(environment, entry / _ARCHIVE)
 
 
-def dockerfile(name: str, *, triton: str, linked: Path | None) -> str:
-    """Return the Dockerfile for a repository with this model; `linked` is a directory outside of it."""
+def dockerfile(model: ModelEntry, *, triton: str, linked: Path | None) -> str:
+    """Return the Dockerfile for a repository with `model`; `linked` is a directory outside of it."""
+    gpus = "" if model.device == "cpu" else " --gpus all"
     volume = "" if linked is None else f" --volume {linked}:{linked}:ro"
     arguments = ["--model-repository=/models", "--disable-auto-complete-config", *NO_CONTEXT]
     command = " ".join(["tritonserver", *arguments, *private_arguments(_KEY)])
-    return _DOCKERFILE.format(name=name, triton=triton, volume=volume, command=command)
+    return _DOCKERFILE.format(name=model.name, triton=triton, gpus=gpus, volume=volume, command=command)
 
 
 def _images_python() -> str:
@@ -157,6 +163,8 @@ def main(
         check_checkpoint(
             checkpoint, None if chat_format is None else str(chat_format), any_type=engine == "transformers"
         )
+        # The directory's name may tell it, and the copy has another.
+        options["format"] = chat_format or detect_format(checkpoint)
         entry = ModelEntry(
             name=name or folder_name,
             checkpoint="checkpoint",
@@ -186,7 +194,7 @@ def main(
                 environment=environment if packed else None,
             )
             if packed:
-                text = dockerfile(entry.name, triton=triton, linked=checkpoint if link else None)
+                text = dockerfile(entry, triton=triton, linked=checkpoint if link else None)
                 (built / "Dockerfile").write_text(text, encoding="utf-8")
             built.rename(out)
     except (EnvironmentPackError, OSError) as error:

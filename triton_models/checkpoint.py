@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -42,6 +43,7 @@ class Shard:
     """Returns a tensor on the CPU, which is backed by the mapped file: valid while the shard is open."""
 
 
+@torch.no_grad()  # a `.bin` file may hold parameters, of which copies would be recorded
 def load_model(
     directory: Path,
     dtype: torch.dtype,
@@ -49,19 +51,20 @@ def load_model(
     progress: LoadProgress | None = None,
     *,
     quantization: str | None = None,
+    chat_format: str | None = None,
 ) -> Decoder:
     """Read a checkpoint into a model on `device`.
 
     Files are memory-mapped one at a time and copied tensor by tensor into the model, so that at most about
     one shard is in host memory in addition to the model. With a `quantization` (see `QUANTISATIONS`), all
     matrices but the embedding are quantised as they are copied. A checkpoint that is quantised already stays
-    as it is; its output head, too, if it is not quantised.
+    as it is; its output head, too, if it is not quantised. `chat_format`: as for `read_shape`.
 
     Raises:
         CheckpointError: the checkpoint is broken (the message names the file, and the tensor if one is at
             fault), or the model does not fit on the device.
     """
-    config = read_shape(directory)
+    config = read_shape(directory, chat_format)
     stored, quantization = read_quantization(directory, quantization)
     shards = find_shards(directory)
     form, head = _matrix_forms(stored, quantization)
@@ -84,7 +87,7 @@ def load_model(
                 place = name.removeprefix(names.prefix)
                 if place in names.skipped:
                     continue
-                if packed is not None and packed.has(place):
+                if packed is not None and place not in missing and packed.has(place):
                     filled += packed.add(path, place, shard.read(name))
                 else:
                     filled += _fill(path, name, shard.read, place, missing)
@@ -146,7 +149,7 @@ def progress_bar(name: str) -> Iterator[LoadProgress]:
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[Shard]:
-    """Open a weight file. It is memory-mapped: a tensor is read from disk only when it is used.
+    """Open a weight file. It is memory-mapped, unless it is older: a tensor is read when it is used.
 
     Raises:
         CheckpointError: the file is truncated, or not of the type that its name indicates.
@@ -159,7 +162,8 @@ def open_shard(path: Path) -> Iterator[Shard]:
     else:
         # weights_only: a pickle with anything but tensors and plain containers is refused.
         with faults_name_the_file(path, _BROKEN):
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # Files of torch before 1.6 are no zip archives, and cannot be mapped.
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         if not isinstance(tensors, dict):
             raise CheckpointError(f"{path}: holds a {type(tensors).__name__} instead of named tensors")
         for name, value in tensors.items():

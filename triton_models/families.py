@@ -143,8 +143,10 @@ class Names:
     """What some checkpoints put before all names."""
 
 
-def read_shape(directory: Path) -> DecoderConfig:
+def read_shape(directory: Path, chat_format: str | None = None) -> DecoderConfig:
     """Read and check `config.json` of a checkpoint of any family.
+
+    `chat_format`: the option `format`; None: the directory's files or its name say.
 
     Raises:
         UnsupportedArchitectureError: the directory holds another kind of model, or a variant that the forward
@@ -156,7 +158,8 @@ def read_shape(directory: Path) -> DecoderConfig:
     check_model_type(path, raw)
     if raw["model_type"] == CHATGLM_TYPE:
         # ChatGLM2's code divides positions by its ratio; all later code multiplies the frequencies' base.
-        return _chatglm_config(path, raw, divides_positions=format_evidence(directory) == "chatglm2")
+        found = chat_format or format_evidence(directory)
+        return _chatglm_config(path, raw, divides_positions=found == "chatglm2")
     return _bloom_config(path, raw) if raw["model_type"] == BLOOM_TYPE else _native_config(path, raw)
 
 

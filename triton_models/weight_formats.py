@@ -224,7 +224,7 @@ def _gptq(path: Path, found: Mapping[str, Any]) -> WeightFormat:
         quantization="int4",
         parts=("qweight", "qzeros", "scales"),
         unpack=unpack,
-        checks={"g_idx": _in_order(group)},
+        checks={"g_idx": _in_order(group), "bias": _is_zero},
         head=found.get("lm_head") is True,
     )
 
@@ -366,6 +366,12 @@ def _in_order(group: int | None) -> Callable[[Tensor], None]:
             raise ValueError("has weights in another order than that of their groups (desc_act, actorder)")
 
     return check
+
+
+def _is_zero(bias: Tensor) -> None:
+    """Check the bias of a matrix that has none in the model: AutoGPTQ gave all matrices one."""
+    if bias.any():
+        raise ValueError("has a bias, and the model has none")
 
 
 def _unpack_int8(parts: Parts) -> StoredWeights:

@@ -55,6 +55,7 @@ def test_everything_is_in_the_repository(tmp_path: Path, packed: list[Any]) -> N
     assert parameters(out, "glm") == {
         "checkpoint": "checkpoint",
         "device": "cuda:0",
+        "format": "chatglm3",
         "EXECUTION_ENV_PATH": "$$TRITON_MODEL_DIRECTORY/environment.tar.gz",
         "max_running": "7",
     }
@@ -65,6 +66,27 @@ def test_everything_is_in_the_repository(tmp_path: Path, packed: list[Any]) -> N
         assert (entry / "checkpoint" / path.name).read_bytes() == path.read_bytes()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert (out.stat().st_mode & 0o755) == 0o755
+
+
+def test_the_format_that_only_the_directorys_name_tells_is_kept(tmp_path: Path) -> None:
+    tuned = tmp_path / "my-chatglm2"
+    shutil.copytree(GOLDEN / "chatglm2", tuned)
+    (tuned / "tokenizer_config.json").unlink()
+    assert run("--model", tuned, "--out", tmp_path / "out", "--no-environment")[0] == 0
+    assert parameters(tmp_path / "out", "my-chatglm2")["format"] == "chatglm2"
+
+
+def test_weights_that_are_not_read_are_not_copied(tmp_path: Path) -> None:
+    """Published directories often hold them twice, as safetensors and as pickles."""
+    both = tmp_path / "both"
+    shutil.copytree(GOLDEN / "chatglm3", both)
+    (both / "original").mkdir()
+    for name in ("pytorch_model-00001-of-00001.bin", "original/consolidated.00.pth", "original/params.json"):
+        (both / name).write_text("large")
+    assert run("--model", both, "--out", tmp_path / "out", "--no-environment")[0] == 0
+    copy = tmp_path / "out" / "repository" / "both" / "checkpoint"
+    found = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert found == {path.name for path in (GOLDEN / "chatglm3").iterdir()} | {"original/params.json"}
 
 
 def test_a_checkpoint_may_be_linked_and_packages_be_there_already(tmp_path: Path, packed: list[Any]) -> None:
@@ -121,6 +143,15 @@ def test_the_dockerfile(tmp_path: Path, packed: list[Any]) -> None:
     assert {"--disable-auto-complete-config", *NO_CONTEXT} <= set(flags)
     assert flags[-2].endswith(":k=v")
     assert flags[-1] == "--log-verbose=1"
+
+
+@pytest.mark.parametrize(("device", "flag"), [("cpu", ""), ("cuda:1", " --gpus all")])
+def test_only_a_model_on_a_gpu_is_run_with_gpus(
+    tmp_path: Path, packed: list[Any], device: str, flag: str
+) -> None:
+    run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out", "--python", "p", "--device", device)
+    text = (tmp_path / "out" / "Dockerfile").read_text(encoding="utf-8")
+    assert f"# docker run{flag} --shm-size 1g" in text
 
 
 def test_the_images_python_is_looked_for(

@@ -77,6 +77,14 @@ def test_shards_hold_the_same_model(directory: Path, suffix: str, shards: int) -
     assert all(torch.equal(spread[name], tensor) for name, tensor in whole.items())
 
 
+def test_parameters_in_a_file_leave_nothing_to_be_trained(directory: Path) -> None:
+    single = directory / "model.safetensors"
+    tensors = {name: torch.nn.Parameter(tensor) for name, tensor in load_file(single).items()}
+    single.unlink()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    assert not any(tensor.requires_grad for tensor in tensor_places(load(directory)).values())
+
+
 def test_weights_become_the_asked_for_dtype_and_norms_stay_single() -> None:
     model = load_model(GOLDEN / "chatglm3", torch.bfloat16, CPU)
     assert (model.dtype, model.head.weight.dtype, model.layers[0].qkv.weight.dtype) == (torch.bfloat16,) * 3
@@ -196,11 +204,17 @@ def test_the_progress_bar_is_on_stderr_and_silence_is_silent(capfd: pytest.Captu
     assert "loading demo: 100%" in shown.err
 
 
+def write_old(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a `.bin` file as torch did before 1.6."""
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)]
+    ("name", "write"),
+    [("model.safetensors", save_file), ("pytorch_model.bin", torch.save), ("pytorch_model.bin", write_old)],
 )
 def test_tensors_come_back_as_they_were(tmp_path: Path, name: str, write: Callable[..., None]) -> None:
     write(TENSORS, tmp_path / name)
@@ -212,7 +226,8 @@ def test_tensors_come_back_as_they_were(tmp_path: Path, name: str, write: Callab
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)]
+    ("name", "write"),
+    [("model.safetensors", save_file), ("pytorch_model.bin", torch.save), ("pytorch_model.bin", write_old)],
 )
 @pytest.mark.parametrize("kept", [0, 5, 100, -3])
 def test_a_truncated_file_is_named(tmp_path: Path, name: str, write: Callable[..., None], kept: int) -> None:

@@ -83,6 +83,15 @@ def test_long_context_chatglm2_divides_positions_instead(tmp_path: Path) -> None
     assert read_shape(tmp_path).rope == Rope(share=0.5, base=10_000.0, scaling=Interpolation(factor=16))
 
 
+def test_the_format_that_is_given_says_what_the_ratio_means(tmp_path: Path) -> None:
+    write_chatglm(tmp_path)
+    configure(tmp_path, rope_ratio=16)
+    divided = Rope(share=0.5, base=10_000.0, scaling=Interpolation(factor=16))
+    assert read_shape(tmp_path, "chatglm2").rope == divided
+    configure(tmp_path, _name_or_path="THUDM/chatglm2-6b")
+    assert read_shape(tmp_path, "chatglm3").rope == Rope(share=0.5, base=160_000.0)
+
+
 def test_a_model_that_sees_is_refused(tmp_path: Path) -> None:
     write_chatglm(tmp_path)
     configure(tmp_path, vision_config={"image_size": 1120})

@@ -237,6 +237,31 @@ def test_other_families(tmp_path: Path, name: str, family: str) -> None:
     same(*written(tmp_path, name, family), FORMATS[name][2])
 
 
+def add_biases(directory: Path, value: float) -> None:
+    """Add a bias to each GPTQ matrix that has none."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tuple(tensors.items()):
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "scales":
+            tensors.setdefault(f"{stem}.bias", torch.full((tensor.shape[1],), value).half())
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_gptq_files_may_have_biases_of_0_that_the_model_has_not(tmp_path: Path, family: str) -> None:
+    directory, plain = written(tmp_path, "gptq", family)
+    add_biases(directory, 0)
+    same(directory, plain, Int4Linear)
+
+
+def test_gptq_biases_that_the_model_has_not_and_that_change_answers(tmp_path: Path) -> None:
+    directory, _ = written(tmp_path, "gptq", "llama")
+    add_biases(directory, 0.5)
+    with pytest.raises(CheckpointError, match=r"matrix '.*' \(GPTQ\) has a bias, and the model has none"):
+        load_model(directory, torch.float32, CPU)
+
+
 @pytest.mark.parametrize(("bits", "form"), [(4, Int4Linear), (8, Int8Linear)])
 @pytest.mark.parametrize("name", ["chatglm2", "chatglm3"])
 def test_chatglms_own_files(tmp_path: Path, name: str, bits: int, form: type[Linear]) -> None:

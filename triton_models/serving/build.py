@@ -91,7 +91,14 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
     quantised = stored is not None and stored.quantization is not None
     dtype = _dtype(parameters, device, quantization, stored=quantised)
     with progress_bar(parameters.model) as progress:
-        model = load_model(parameters.checkpoint, dtype, device, progress, quantization=quantization)
+        model = load_model(
+            parameters.checkpoint,
+            dtype,
+            device,
+            progress,
+            quantization=quantization,
+            chat_format=options.get("format"),
+        )
     _say_weight(parameters.model, f"weights in {quantization or dtype}", model.nbytes, device)
     _leave_a_core(model.nbytes, device)
     return model, choose_backend(device, dtype)

@@ -76,14 +76,15 @@ class JsonTokenizer(Tokenizer):
             raise TextError("the text holds a lone surrogate, which is not valid Unicode") from None
 
     def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
-        utf8, text = utf8_decoder(), []
+        utf8, text, at_start = utf8_decoder(), [], True
         for token_id in ids:
             piece = self.piece(token_id)
             if isinstance(piece, bytes):
                 text.append(utf8.decode(piece))
             else:
                 text.append(utf8.decode(b"", final=True))
-                text.append(piece.removeprefix(" ") if not any(text) else piece)
+                text.append(piece.removeprefix(" ") if at_start else piece)
+            at_start = at_start and not piece
         return "".join(text) + utf8.decode(b"", final=True)
 
 

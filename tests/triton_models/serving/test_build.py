@@ -11,6 +11,8 @@ from tests.template_checkpoint import write_tokenizer
 from tests.triton_models.native_checkpoint import write_native
 from tests.triton_models.serving.conftest import GOLDEN, Served, parameters
 from tests.triton_models.serving.fakes import FakePbUtils
+from triton_models.engine.models.decoder import Decoder
+from triton_models.engine.models.positions import Interpolation, Rope
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError, EntryError, SettingsError
 from triton_models.options import OPTIONS
@@ -169,6 +171,16 @@ def test_the_format_can_be_given_where_the_files_do_not_say(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="format"):
         load_text(parameters(tmp_path))
     assert load_text(parameters(tmp_path, format="chatglm2")).format.name == "chatglm2"
+
+
+def test_the_given_format_also_says_where_tokens_stand(tmp_path: Path) -> None:
+    directory = tmp_path / "tuned"
+    shutil.copytree(GOLDEN, directory, ignore=shutil.ignore_patterns("tokenizer_config.json"))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8")) | {"rope_ratio": 16}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model, _ = build._read_own(parameters(directory, format="chatglm2"), torch.device("cpu"))
+    assert isinstance(model, Decoder)
+    assert model.config.rope == Rope(share=0.5, base=10_000.0, scaling=Interpolation(factor=16))
 
 
 def test_a_gpu_gets_larger_steps_unless_asked() -> None:

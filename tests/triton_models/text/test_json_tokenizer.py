@@ -75,7 +75,7 @@ def test_pieces_of_sentencepiece(tmp_path: Path) -> None:
     )
     made.add_special_tokens(["</s>"])
     tokenizer = saved(made, tmp_path)
-    for text in ("hi", "hi hi", "h é h"):
+    for text in ("hi", "hi hi", "h é h", " h", "  hi", " ", " é"):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == made.decode(ids) == text
 
