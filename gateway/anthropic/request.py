@@ -23,7 +23,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.core.request import Conversation, Grammar, Image, Message, NamedTool, PastCall, ToolOffer
+from gateway.core.request import (
+    Conversation,
+    Grammar,
+    Image,
+    Message,
+    MessageRole,
+    NamedTool,
+    PastCall,
+    ToolOffer,
+)
 from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import encode
@@ -197,41 +206,44 @@ class MessageInput(Strict, place="messages"):
                 calls.add(block.id)
         return self
 
-    def messages(self, field: str) -> Iterator[Message]:
-        """Return one that is no assistant's as messages of a conversation; `field` is its name."""
-        if isinstance(self.content, str):
-            yield Message(role=self.role, content=self.content, field=field)
-        else:
-            yield from self._said(self.content, field)
-
-    def _said(self, blocks: list[Block], field: str) -> Iterator[Message]:
-        """Return results of tools, each in a message of its own, and between them what the user says."""
-        if not blocks:
-            yield Message(role=self.role, content="", field=field)
-        for is_result, run in groupby(enumerate(blocks), lambda item: isinstance(item[1], ToolResultInput)):
-            text, images = "", []
-            for at, block in run:
-                path = f"{field}.content.{at}"
-                if isinstance(block, ToolResultInput):
-                    content, call = text_of(block.content), block.tool_use_id
-                    yield Message(role="tool", content=content, answers=call, field=path)
-                elif isinstance(block, ImageInput):
-                    images.append(Image(url=block.source.url, at=len(text), field=path))
-                elif isinstance(block, TextInput):
-                    text += block.text
-            if not is_result:
-                yield Message(role=self.role, content=text, images=tuple(images), field=field)
-
 
 def _turns(messages: Sequence[MessageInput]) -> Iterator[Message]:
-    """Return the messages of a conversation; as at Anthropic, an assistant's in a row are one."""
+    """Return the messages of a conversation; as at Anthropic, those of one role in a row are one."""
     for role, run in groupby(enumerate(messages), lambda item: item[1].role):
+        said = list(run)
         if role == "assistant":
-            said = list(run)
             yield _answer([message.content for _, message in said], f"messages.{said[0][0]}")
         else:
-            for at, message in run:
-                yield from message.messages(f"messages.{at}")
+            yield from _said(role, said)
+
+
+def _said(role: MessageRole, messages: Iterable[tuple[int, MessageInput]]) -> Iterator[Message]:
+    """Return results of tools, each in a message of its own, and between them what is said.
+
+    Blank lines separate what `messages`, each with its place, say.
+    """
+    parts: list[tuple[int, int, str | Block]] = []
+    for at, message in messages:
+        content = message.content or ""
+        blocks = [content] if isinstance(content, str) else content
+        parts += ((at, place, part) for place, part in enumerate(blocks))
+    for is_result, group in groupby(parts, lambda part: isinstance(part[2], ToolResultInput)):
+        run = list(group)
+        first = last = run[0][0]
+        text, images = "", []
+        for at, place, part in run:
+            path = f"messages.{at}.content.{place}"
+            if isinstance(part, ToolResultInput):
+                content, call = text_of(part.content), part.tool_use_id
+                yield Message(role="tool", content=content, answers=call, field=path)
+            elif isinstance(part, ImageInput):
+                images.append(Image(url=part.source.url, at=len(text), field=path))
+            elif isinstance(part, str | TextInput):
+                said = part if isinstance(part, str) else part.text
+                text += f"\n\n{said}" if text and said and at != last else said
+                last = at if said else last
+        if not is_result:
+            yield Message(role=role, content=text, images=tuple(images), field=f"messages.{first}")
 
 
 def _answer(contents: Iterable[str | list[Block]], field: str) -> Message:
