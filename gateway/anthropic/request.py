@@ -188,7 +188,7 @@ class MessageInput(Strict, place="messages"):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         calls: set[str] = set()
-        for block in () if isinstance(self.content, str) else self.content:
+        for block in self.blocks:
             if not isinstance(block, _BLOCKS[self.role]):
                 raise fault("content", f"a message of role {self.role} has no {block.type} blocks")
             if isinstance(block, ToolUseInput):
@@ -197,49 +197,54 @@ class MessageInput(Strict, place="messages"):
                 calls.add(block.id)
         return self
 
-    def messages(self, field: str) -> Iterator[Message]:
-        """Return one that is no assistant's as messages of a conversation; `field` is its name."""
-        if isinstance(self.content, str):
-            yield Message(role=self.role, content=self.content, field=field)
-        else:
-            yield from self._said(self.content, field)
-
-    def _said(self, blocks: list[Block], field: str) -> Iterator[Message]:
-        """Return results of tools, each in a message of its own, and between them what the user says."""
-        if not blocks:
-            yield Message(role=self.role, content="", field=field)
-        for is_result, run in groupby(enumerate(blocks), lambda item: isinstance(item[1], ToolResultInput)):
-            text, images = "", []
-            for at, block in run:
-                path = f"{field}.content.{at}"
-                if isinstance(block, ToolResultInput):
-                    content, call = text_of(block.content), block.tool_use_id
-                    yield Message(role="tool", content=content, answers=call, field=path)
-                elif isinstance(block, ImageInput):
-                    images.append(Image(url=block.source.url, at=len(text), field=path))
-                elif isinstance(block, TextInput):
-                    text += block.text
-            if not is_result:
-                yield Message(role=self.role, content=text, images=tuple(images), field=field)
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The content; a text is a block, and so is none."""
+        content = self.content or ""
+        return [TextInput.model_construct(text=content)] if isinstance(content, str) else content
 
 
 def _turns(messages: Sequence[MessageInput]) -> Iterator[Message]:
-    """Return the messages of a conversation; as at Anthropic, an assistant's in a row are one."""
+    """Return the messages of a conversation; as at Anthropic, those of one role in a row are one."""
     for role, run in groupby(enumerate(messages), lambda item: item[1].role):
+        said = list(run)
         if role == "assistant":
-            said = list(run)
-            yield _answer([message.content for _, message in said], f"messages.{said[0][0]}")
+            yield _answer([message.blocks for _, message in said], f"messages.{said[0][0]}")
         else:
-            for at, message in run:
-                yield from message.messages(f"messages.{at}")
+            yield from _said(said)
 
 
-def _answer(contents: Iterable[str | list[Block]], field: str) -> Message:
+def _said(messages: Sequence[tuple[int, MessageInput]]) -> Iterator[Message]:
+    """Return results of tools, each in a message of its own, and between them what one role says.
+
+    Blank lines separate what `messages`, each with its place, say.
+    """
+    role = messages[0][1].role
+    parts = [(at, place, block) for at, said in messages for place, block in enumerate(said.blocks)]
+    for is_result, group in groupby(parts, lambda part: isinstance(part[2], ToolResultInput)):
+        run = list(group)
+        first = last = run[0][0]
+        text, images = "", []
+        for at, place, block in run:
+            path = f"messages.{at}.content.{place}"
+            if isinstance(block, ToolResultInput):
+                content, call = text_of(block.content), block.tool_use_id
+                yield Message(role="tool", content=content, answers=call, field=path)
+            elif isinstance(block, ImageInput):
+                images.append(Image(url=block.source.url, at=len(text), field=path))
+            elif isinstance(block, TextInput) and block.text:
+                text += f"\n\n{block.text}" if text and at != last else block.text
+                last = at
+        if not is_result:
+            yield Message(role=role, content=text, images=tuple(images), field=f"messages.{first}")
+
+
+def _answer(contents: Iterable[Sequence[Block]], field: str) -> Message:
     """Return an assistant's message; blank lines separate its parts, and what is before and after a call."""
     texts, calls, reasoning = list[str](), [], []
     for content in contents:
-        texts.append(content if isinstance(content, str) else "")
-        for block in () if isinstance(content, str) else content:
+        texts.append("")
+        for block in content:
             if isinstance(block, TextInput):
                 texts[-1] += block.text
             elif isinstance(block, ToolUseInput):

@@ -123,6 +123,7 @@ class GenerationRequest(Body, ABC):
     }
     defaults: ClassVar[Mapping[str, Any]] = {
         "enable_thinking": True,
+        "include_reasoning": True,
         "return_mm_kwargs": True,
         "thinking_token_budget": -1,
         "verbosity": "medium",

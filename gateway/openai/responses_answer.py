@@ -365,11 +365,13 @@ class ResponsesAnswer(EventsAnswer):
         return [self._event("response.completed", response=self.document)]
 
     def _fail(self, error: GatewayError) -> list[Struct]:
+        begun = [] if self._events else self._begin()  # clients know no stream without
         cut = [] if self._open is None else [self._open.item("incomplete")]
         self.document = replace(
             self.document, status="failed", error=_error(error), output=[*self._done, *cut]
         )
         return [
+            *begun,
             self._event("error", code=error.code, message=error.message, param=error.param),
             self._event("response.failed", response=self.document),
         ]

@@ -181,7 +181,7 @@ class _Turn:
 
     @property
     def goes_on(self) -> bool:
-        """Whether text behind it is of the same message: it has calls, or nothing but reasoning."""
+        """Whether what is said behind it is of it, too: it has calls, or nothing but reasoning."""
         return bool(self.calls) or not self.texts
 
     def message(self) -> Message:
@@ -199,9 +199,9 @@ class _Turn:
 def messages_of(items: Iterable[Item]) -> list[Message]:
     """Return `items` as a conversation.
 
-    Calls belong to the assistant message that they follow, or to one without text. So does text that follows
-    a call without a result in between, as in an earlier answer of several parts; a blank line separates the
-    text before a call from that after it.
+    Calls belong to the assistant message that they follow, or to one without text. So do text and reasoning
+    that follow a call without a result in between, as in an earlier answer of several parts; a blank line
+    separates the text before a call from that after it.
 
     Raises:
         InvalidRequestError: the id of a call is used twice.
@@ -211,9 +211,9 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
         path = f"input.{at}"
         last = turns[-1] if turns and turns[-1].role == "assistant" else None
         if isinstance(item, ReasoningItem):
-            if item.content and (last is None or last.texts):
-                turns.append(_Turn("assistant", path))
             if item.content:
+                if last is None or not last.goes_on:
+                    turns.append(_Turn("assistant", path))
                 turns[-1].reasoning.append(text_of(item.content))
             continue
         if isinstance(item, FunctionResultItem):

@@ -69,6 +69,32 @@ def test_messages_of_an_assistant_in_a_row_are_one() -> None:
     assert said[1].field == "messages.1"
 
 
+def test_messages_of_a_user_in_a_row_are_one() -> None:
+    """As at Anthropic; templates that demand alternating roles refused them."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+    said = conversation(
+        "a",
+        {"role": "assistant", "content": [use(call="t1"), use(call="t2")]},
+        [result("1", "t1")],
+        [result("2", "t2"), text("b")],
+        "",
+        [image, text("c"), text("d")],
+        {"role": "assistant", "content": "e"},
+        "f",
+        "g",
+    ).messages
+    assert [(each.role, each.content, each.field) for each in said] == [
+        ("user", "a", "messages.0"),
+        ("assistant", "", "messages.1"),
+        ("tool", "1", "messages.2.content.0"),
+        ("tool", "2", "messages.3.content.0"),
+        ("user", "b\n\ncd", "messages.3"),
+        ("assistant", "e", "messages.6"),
+        ("user", "f\n\ng", "messages.7"),
+    ]
+    assert [(each.at, each.field) for each in said[4].images] == [(1, "messages.5.content.0")]
+
+
 def test_messages_of_text() -> None:
     said = conversation(
         "a",

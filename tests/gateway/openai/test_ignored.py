@@ -90,6 +90,8 @@ RESPONSES: list[tuple[dict[str, Any], list[str]]] = [
     ({"include": ["reasoning.encrypted_content"]}, ["include"]),
     ({"prompt_cache_key": "k"}, ["prompt_cache_key"]),
     ({"text": {"verbosity": "low"}}, ["text.verbosity"]),
+    ({"include_reasoning": False}, ["include_reasoning"]),
+    ({"include_reasoning": True}, []),
     (
         {"input": [{"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}, MESSAGE]},
         ["input.reasoning"],

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
 
 from gateway.core.events import (
     CallPart,
@@ -23,6 +25,7 @@ from gateway.errors import (
     GatewayError,
     InternalError,
     RateLimitError,
+    UnavailableError,
     UpstreamProtocolError,
 )
 from gateway.openai.answer import encode
@@ -329,6 +332,15 @@ def test_an_error_ends_the_response_as_failed(error: GatewayError, code: str) ->
     (item,) = response["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hel")
     assert ended["sequence_number"] == failed["sequence_number"] + 1
+
+
+def test_a_stream_that_fails_before_its_response_has_begun_begins_with_it_all_the_same() -> None:
+    """As where the model cannot be loaded: the SDK knows no stream that begins with anything else."""
+    state = ResponseStreamState(input_tools=omit, text_format=omit)
+    events = documents(build().fail(UnavailableError("no room")))
+    told = [each for event in events for each in state.handle_event(check_event(event))]
+    assert [each.type for each in told] == [*BEGIN, "error", "response.failed"]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -391,3 +391,18 @@ def test_what_a_template_reads_reaches_it() -> None:
         ("tool", "", "3", 0),
         ("assistant", "Hm.", "", 1),
     ]
+
+
+def test_reasoning_between_the_calls_of_one_answer_is_of_the_same_message() -> None:
+    """As items of other servers' models have it: the first call's result seemed not to follow it."""
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    items = [ASKED, thought, call(), thought, call("call_b"), result(), result("call_b")]
+    reading = Reading(reads=lambda _: frozenset({"reasoning_content"}))
+    body = json.dumps({"model": "m", "input": items}).encode()
+    said = ResponsesRequest.read(body, reading).continued.messages
+    assert [(each.role, each.reasoning, len(each.calls)) for each in said] == [
+        ("user", "", 0),
+        ("assistant", "Hm.\n\nHm.", 2),
+        ("tool", "", 0),
+        ("tool", "", 0),
+    ]
