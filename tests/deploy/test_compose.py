@@ -250,3 +250,10 @@ def test_the_gateways_image_has_the_gateway_only() -> None:
     assert {"gateway", "wire"} <= copied
     assert "triton_models" not in copied
     assert "[engine]" not in text
+
+
+def test_the_gateways_image_has_what_settings_need() -> None:
+    text = (ROOT / "deploy/docker/gateway.Dockerfile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
+    needed = re.findall(r"needs the extra `(\w+)`", "".join(row.help for row in settings_table()))
+    assert set(extras.split(",")) == set(needed)
