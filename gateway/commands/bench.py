@@ -26,6 +26,14 @@ _MOST_PROCESSES: Final = 8
 _INTERRUPTED: Final = 130
 
 
+def numbers(_context: click.Context, _parameter: click.Parameter, given: str) -> tuple[float, ...]:
+    """Read numbers separated by commas."""
+    try:
+        return tuple(float(each) for each in given.split(",") if each)
+    except ValueError:
+        raise click.BadParameter(f"{given!r} is not a list of numbers") from None
+
+
 def listed(flag: str, each: click.IntRange | click.FloatRange, **options: Any) -> Callable[[F], F]:
     """Add an option that takes numbers separated by commas, each of them one of `each`; unset: ()."""
 
