@@ -226,7 +226,12 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     chosen = {"log_level", "log_format"} & settings.model_fields_set
     limited = "max_in_flight" in settings.model_fields_set
     quiet = {} if chosen else {"log_level": "warning", "log_format": "plain"}
-    ports = {name: port for name, port in UP_PORTS.items() if name not in settings.model_fields_set}
+    named = settings.ports()  # --port 8000 serves Triton's clients, too
+    ports = {
+        name: port
+        for name, port in UP_PORTS.items()
+        if name not in settings.model_fields_set and port not in named
+    }
     settings = settings.model_copy(update={"drain_s": min(settings.drain_s, UP_DRAIN_S), **quiet, **ports})
     device, count, models = options.pop("device"), options.pop("replicas"), options.pop("model")
     try:
@@ -235,6 +240,11 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
         )
     except ValueError as error:
         raise _Misconfigured(str(error)) from None
+    first = options["metrics_port"]
+    if both := {*settings.ports()} & {*range(first, first + len(replicas))}:
+        raise _Misconfigured(
+            f"port {min(both)} is the gateway's and that of Triton's metrics; --metrics-port chooses another"
+        )
     try:
         # First, so that a taken port is reported before Triton's slow start.
         listeners = bind_gateway(settings)

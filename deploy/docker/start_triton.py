@@ -23,7 +23,7 @@ _SERVER = "tritonserver"
 
 
 @click.command(context_settings={"max_content_width": 110, "auto_envvar_prefix": "TRITONGATE_ENGINE"})
-@click.option("--model", "models", multiple=True, required=True, metavar="[NAME=]DIR", help="Repeatable.")
+@click.option("--model", multiple=True, required=True, metavar="[NAME=]DIR", help="Repeatable.")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N")
 @click.option(
     "--repository-key",
@@ -36,7 +36,7 @@ _SERVER = "tritonserver"
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def main(  # noqa: D103 - the module's docstring is its help
     *,
-    models: tuple[str, ...],
+    model: tuple[str, ...],
     device: str,
     repository_key: str,
     arguments: tuple[str, ...],
@@ -44,7 +44,7 @@ def main(  # noqa: D103 - the module's docstring is its help
 ) -> None:
     repository = Path(tempfile.mkdtemp(prefix="repository-"))
     try:
-        served = write_models(repository, models, device=device, options=options)
+        served = write_models(repository, model, device=device, options=options)
     except SetupError as error:
         raise click.ClickException(str(error)) from None
     own = [

@@ -28,6 +28,9 @@ import grpc
 _HEARTBEAT = re.compile(r"^tritongate_engine_heartbeat_timestamp_seconds\{([^}]*)\} (\S+)$", re.MULTILINE)
 _MODEL = re.compile(r'model="([^"]*)"')
 _TIMEOUT_S = 3.0
+# A proxy for the way out, as Docker may name one in every container, must get nothing of this.
+_HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_NO_PROXY = [("grpc.enable_http_proxy", 0)]
 _YES = b"\x08\x01"
 """A message whose first field is true; false is the default, hence an empty message."""
 
@@ -70,14 +73,13 @@ def heartbeat_ages(exposition: str, *, now: float) -> Iterator[tuple[str, float]
 
 def server_is(wanted: str, address: str) -> bool:
     """Ask `ServerLive` or `ServerReady`: both messages are so small that they need no generated code."""
-    # A proxy for the way out must not get this.
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(address, options=_NO_PROXY) as channel:
         ask = channel.unary_unary(f"/inference.GRPCInferenceService/Server{wanted}")
         return bool(ask(b"", timeout=_TIMEOUT_S) == _YES)
 
 
 def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:  # noqa: S310 - an address of our own
+    with _HTTP.open(url, timeout=_TIMEOUT_S) as response:
         return str(response.read().decode())
 
 

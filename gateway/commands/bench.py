@@ -3,12 +3,11 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, TypeVar
 
 import click
 
@@ -18,8 +17,11 @@ from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
 from gateway.commands.load_rows import LoadRow
 from gateway.commands.progress import Progress
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _BAR: Final = 40
 """Characters of the longest bar."""
+_COUNT: Final = click.IntRange(1)
 _MOST_PROCESSES: Final = 8
 _INTERRUPTED: Final = 130
 
@@ -32,6 +34,16 @@ def numbers(_context: click.Context, _parameter: click.Parameter, given: str) ->
         raise click.BadParameter(f"{given!r} is not a list of numbers") from None
 
 
+def listed(flag: str, each: click.IntRange | click.FloatRange, **options: Any) -> Callable[[F], F]:
+    """Add an option that takes numbers separated by commas, each of them one of `each`; unset: ()."""
+
+    def read(context: click.Context, parameter: click.Parameter, given: str | None) -> tuple[Any, ...]:
+        texts = () if given is None else given.strip(",").split(",")
+        return tuple(each(text, parameter, context) for text in texts)
+
+    return click.option(flag, callback=read, metavar="N,N,...", **options)
+
+
 def fields(_context: click.Context, _parameter: click.Parameter, given: str) -> dict[str, Any]:
     """Read an object in JSON."""
     found: object = None
@@ -40,9 +52,6 @@ def fields(_context: click.Context, _parameter: click.Parameter, given: str) -> 
     if not isinstance(found, dict):
         raise click.BadParameter(f"{given!r} is not an object in JSON")
     return found
-
-
-_listed = partial(click.option, callback=numbers, metavar="N,N,...")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +159,34 @@ def measure(
     show_default=True,
     help="prompts of random words, as a chat or a completion, or of random token ids",
 )
-@_listed("--prompt", default="64", show_default=True, help="lengths, in words or ids")
-@_listed("--out", default="128", show_default=True, help="tokens of each answer")
+@listed("--prompt", _COUNT, show_default=True, default="64", help="lengths, in words or ids")
+@listed("--out", _COUNT, show_default=True, default="128", help="tokens of each answer")
 @click.option(
-    "--spread", default=0.0, show_default=True, help="of the lengths: 1, as of mixed traffic; 0: none"
+    "--spread",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="of the lengths: 1, as of mixed traffic; 0: none",
 )
-@click.option("--shared", default=0, show_default=True, help="ids at the beginning common to all prompts")
-@_listed("--clients", default="1,8,32", show_default=True, help="of a closed loop")
+@click.option(
+    "--shared",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="ids at the beginning common to all prompts",
+)
+@listed("--clients", _COUNT, show_default=True, default="1,8,32", help="of a closed loop")
 @click.option(
     "--rounds", type=click.IntRange(1), default=2, show_default=True, help="requests of each client"
 )
-@_listed("--rate", default="", help="requests a second of an open loop, instead")
-@click.option("--seconds", default=20.0, show_default=True, help="of an open loop")
+@listed("--rate", click.FloatRange(0, 1e6, min_open=True), help="requests a second of an open loop, instead")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="of an open loop",
+)
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option(
     "--also", callback=fields, metavar="JSON", default="{}", help="further fields of the requests, as JSON"
@@ -181,9 +206,9 @@ def bench(
     model: str | None,
     key: str | None,
     kind: str,
-    prompt: tuple[float, ...],
-    out: tuple[float, ...],
-    clients: tuple[float, ...],
+    prompt: tuple[int, ...],
+    out: tuple[int, ...],
+    clients: tuple[int, ...],
     rounds: int,
     rate: tuple[float, ...],
     seconds: float,
@@ -197,9 +222,8 @@ def bench(
     at random moments, however many are being answered. Each pair of lengths is measured under each load.
     """
     model = model or models_at(url, key)[0]
-    work = list(workloads(kind, [*map(int, prompt)], [*map(int, out)], url=url, model=model, key=key, **same))
-    loads = [*map(int, clients)]
-    total = len(work) * len(rate or loads)
+    work = list(workloads(kind, prompt, out, url=url, model=model, key=key, **same))
+    total = len(work) * len(rate or clients)
     measured: list[Measured] = []
     status = 0
     with Progress() as progress:
@@ -210,7 +234,7 @@ def bench(
         try:
             count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
             with LoadPool(count, show) as pool:
-                rows = measure(pool, work, loads=loads, rates=rate, rounds=rounds, seconds=seconds)
+                rows = measure(pool, work, loads=clients, rates=rate, rounds=rounds, seconds=seconds)
                 for each in rows:
                     measured.append(each)
                     if file is not None:

@@ -59,15 +59,24 @@ async def probed(
         await upstream.close()
 
 
+def _check_any(upstream: PublicModels) -> None:
+    if not upstream.models():
+        raise ClientError("no model was found; `tritongate check` says what is at each upstream")
+
+
 async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, str]]:
     """Return a row for each public name, of strings by `_COLUMNS`.
 
     Args:
         settings: name the models.
         timeout_s: how long the Tritons may take to answer.
+
+    Raises:
+        ClientError: there is none.
     """
     rows = []
     async with probed(settings, timeout_s) as upstream:
+        _check_any(upstream)
         replicas = upstream.replicas()
         for card in upstream.models():
             own = [replica for name, replica in replicas if name == card.id]
@@ -130,6 +139,7 @@ async def prompt_of(settings: Settings, model: str, body: Any, *, timeout_s: flo
         timeout_s: how long the Triton may take to answer.
 
     Raises:
+        ClientError: there is no model at all.
         GatewayError: there is no such model, or it cannot express the conversation.
     """
     document = {"messages": body} if isinstance(body, list) else dict(body)
@@ -137,6 +147,7 @@ async def prompt_of(settings: Settings, model: str, body: Any, *, timeout_s: flo
     document = {name: value for name, value in document.items() if name in known} | {"model": model}
     requested = TokenizeRequest.read(json.dumps(document | {"return_token_strs": True}).encode(), Reading())
     async with probed(settings, timeout_s) as upstream:
+        _check_any(upstream)
         card = upstream.model(model)
         deadline = asyncio.get_running_loop().time() + timeout_s
         request = requested.tokenization(request_id="prompt", deadline=deadline)

@@ -72,14 +72,14 @@ class Settings(BaseSettings):
         ge=0,
         le=65535,
         description="second port for HTTP, where Triton's clients look for it; 0 takes a free one; `up` "
-        "listens on 8000 if it is unset",
+        "listens on 8000 if it is unset and no other port is that",
     )
     kserve_grpc_port: int | None = Field(
         None,
         ge=0,
         le=65535,
         description="port for KServe's protocol over gRPC; 0 takes a free one; `up` listens on 8001 if it is "
-        "unset",
+        "unset and no other port is that",
     )
     tls_cert: str | None = Field(
         None,
@@ -341,6 +341,13 @@ class Settings(BaseSettings):
                 raise ValueError(f"upstream {upstream}: with upstream_cert, upstream_ca is needed, too")
             return None
         return TlsFiles(ca, cert, key)
+
+    def ports(self) -> list[int]:
+        """Return the ports that it listens on, but those that the kernel chooses."""
+        ports = [self.port, self.kserve_http_port, self.kserve_grpc_port]
+        if self.metrics_address is not None:
+            ports.append(int(self.metrics_address.rpartition(":")[2]))
+        return [port for port in ports if port]
 
     def all_upstreams(self) -> tuple[str, ...]:
         """Return the Tritons of all models; of those settings where no model is named."""

@@ -28,11 +28,8 @@ def faults_of(settings: "Settings") -> Iterator[str]:
             "max_loaded_models, max_loaded_gib, unload_idle_s and pinned_models need load_on_demand: "
             "nothing else loads a model again"
         )
-    ports = [settings.port, settings.kserve_http_port, settings.kserve_grpc_port]
-    if settings.metrics_address is not None:
-        ports.append(int(settings.metrics_address.rpartition(":")[2]))
-    taken = [port for port in ports if port]
-    if len(set(taken)) < len(taken):
+    ports = settings.ports()
+    if len(set(ports)) < len(ports):
         yield "port, kserve_http_port, kserve_grpc_port and that of metrics_address must differ"
     names = [key.name for key in settings.api_keys]
     if len(set(names)) < len(names):

@@ -68,12 +68,20 @@ def _upstream(value: str) -> str:
     """Check `host:port`, or a name as gRPC writes it: `dns:///host:port`; `dns:host:port` becomes that."""
     scheme, _, name = value.partition(":")
     if scheme != "dns" or name.isdigit():
-        return _address(value)
+        return _target(value)
     if name.startswith("//") and not name.startswith("///"):
         raise ValueError(
             f"{value!r} names a server to ask; only dns:///host:port is known, which asks the system's"
         )
-    return "dns:///" + _address(name.removeprefix("///"))
+    return "dns:///" + _target(name.removeprefix("///"))
+
+
+def _target(value: str) -> str:
+    # gRPC takes `::1:8001` for an address without a port, and a URL for a name.
+    host = _address(value).rpartition(":")[0]
+    if "/" in host or (":" in host and not host.startswith("[")):
+        raise ValueError(f"{value!r} is not host:port, with an IPv6 address in brackets")
+    return value
 
 
 def _address(value: str) -> str:

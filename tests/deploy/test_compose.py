@@ -1,9 +1,12 @@
 """What docker-compose.yml says, beside what the code reads."""
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,29 @@ def compose() -> dict[str, Any]:
 
 def services(compose: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from compose["services"].items()
+
+
+@pytest.mark.parametrize("name", ["gateway", "grafana"])
+def test_health_checks_ask_no_proxy(compose: dict[str, Any], name: str) -> None:
+    """Docker sets its variables in every container where its client is told of a proxy."""
+    command: list[str] = compose["services"][name]["healthcheck"]["test"][1:]
+    if command[0] == "wget":
+        assert command[1:3] == ["-Y", "off"]
+        assert compose["services"][name]["environment"]["NO_PROXY"] == "prometheus"
+        return
+    answers = HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+    with answers, ThreadPoolExecutor(1) as pool:
+        pool.submit(answers.handle_request)
+        code = command[-1].replace(":8080/health/ready", f":{answers.server_port}/")
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"http_proxy": "http://127.0.0.1:1"},
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode != 0:  # ends the thread
+            socket.create_connection(("127.0.0.1", answers.server_port)).close()
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_is_a_compose_file() -> None:
@@ -224,3 +250,10 @@ def test_the_gateways_image_has_the_gateway_only() -> None:
     assert {"gateway", "wire"} <= copied
     assert "triton_models" not in copied
     assert "[engine]" not in text
+
+
+def test_the_gateways_image_has_what_settings_need() -> None:
+    text = (ROOT / "deploy/docker/gateway.Dockerfile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", text)
+    needed = re.findall(r"needs the extra `(\w+)`", "".join(row.help for row in settings_table()))
+    assert set(extras.split(",")) == set(needed)

@@ -2,6 +2,7 @@ import json
 import os
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -35,6 +36,14 @@ def test_it_becomes_a_tritonserver_on_entries_of_its_own(
     assert "model_warmup" in config
     for option in ("kv_memory_gib", "max_context"):
         assert option in config
+
+
+def test_every_flag_may_come_from_the_environment() -> None:
+    context = main.make_context("start_triton.py", ["--model=/m", "--repository-key=a=b"])
+    assert context.auto_envvar_prefix == "TRITONGATE_ENGINE"
+    for option in main.params:
+        for flag in option.opts if isinstance(option, click.Option) else ():
+            assert option.name == flag.removeprefix("--").replace("-", "_")
 
 
 def test_triton_is_private(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,16 @@ def test_all_is_well(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> 
     assert not capsys.readouterr().out
 
 
+def test_a_proxy_for_the_way_out_is_not_asked(triton: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker sets these variables in every container where its client is told of a proxy."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setattr("urllib.request._opener", None)  # it remembers the variables
+    triton.beat("glm", 0.2)
+    assert main(triton.arguments) == 0
+
+
 def test_a_triton_that_is_not_ready(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
     triton.ready = False
     assert main(triton.arguments) == 1

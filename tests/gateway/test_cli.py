@@ -86,6 +86,18 @@ def test_a_taken_port_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert f"Address already in use; {flag} chooses another port" in text
 
 
+@pytest.mark.parametrize(
+    "flag", ["--port=8003", "--metrics-address=127.0.0.1:8003", "--kserve-grpc-port=8003"]
+)
+def test_a_port_of_tritons_metrics_is_not_the_gateways(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was found out once Triton had started, and then all ended."""
+    monkeypatch.setattr(gateway.cli, "run_up", lambda *_: pytest.fail("Triton was started"))
+    status, text = run("up", "--replicas", "2", *KSERVE, "--port=0", flag)
+    assert status == 2
+    assert "8003" in text
+    assert "--metrics-port chooses another" in text
+
+
 def test_triton_clients_are_served_where_triton_used_to_be(
     served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +110,9 @@ def test_triton_clients_are_served_where_triton_used_to_be(
     monkeypatch.setattr("gateway.process.listeners.bind_gateway", bind_gateway)
     run("up", "--port", "8080")
     run("up", "--kserve-http-port", "9000")
-    assert asked == [(8080, 8000, 8001), (8080, 9000, 8001)]
+    run("up", "--port", "8000")
+    run("up", "--metrics-address", "127.0.0.1:8001")
+    assert asked == [(8080, 8000, 8001), (8080, 9000, 8001), (8000, None, 8001), (8080, 8000, None)]
     assert run("serve")[0] == 0
     assert (served[-1].kserve_http_port, served[-1].kserve_grpc_port) == (None, None)
 

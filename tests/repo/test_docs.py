@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.telemetry.metrics import BulkHistogram, Metrics, UpstreamStates
+from gateway.telemetry.metrics import BulkHistogram, Metrics, UpstreamStates, _joined
 from tests.repo.test_architecture import leads_somewhere
 from tests.repo.test_readme import check_table
 from triton_models.serving import report
@@ -105,6 +105,8 @@ def metrics_as_documented() -> str:
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = " ".join(f"`{label}`" for label in metric._labelnames)
             rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    up, *_ = _joined([])
+    rows.append(f"| `{up.name}` | gauge | `worker` | {up.documentation} |")
     engine = [
         *((name, "counter", text) for name, text in report._COUNTERS.items()),
         ("requests_total", "counter", "Requests ended, by reason (label `finish_reason`)"),

@@ -4,6 +4,7 @@ import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from gateway.cli import main
@@ -25,6 +26,26 @@ def counted(request: Generation) -> AsyncGenerator[Event, None]:
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(main, ["bench", *map(str, arguments)])
     return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--clients", "0"),
+        ("--clients", "1,x"),
+        ("--prompt", ""),
+        ("--out", "1.5"),
+        ("--rate", "0"),
+        ("--rate", "inf"),
+        ("--seconds", "-1"),
+        ("--spread", "-1"),
+        ("--shared", "-1"),
+    ],
+)
+def test_what_is_no_load_is_refused(flag: str, value: str) -> None:
+    status, text = run("--model", "m", flag, value)
+    assert status == 2
+    assert f"Invalid value for '{flag}'" in text
 
 
 async def test_each_pair_of_lengths_under_each_load(tmp_path: Path) -> None:

@@ -72,6 +72,17 @@ def test_what_cannot_be_shown_is_said_in_one_line(text: str, told: str) -> None:
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize("command", [("models",), ("prompt", "--model", "q")])
+def test_without_any_model_the_next_step_is_named(command: tuple[str, ...]) -> None:
+    """`models` said nothing, and `prompt` that there is no such model, where Triton is away."""
+    flags = ["--upstreams", NOWHERE, "--timeout-s", "0.2"]
+    done = CliRunner().invoke(main, [*command, *flags], input=json.dumps(ASK))
+    assert (done.exit_code, done.output) == (
+        1,
+        "Error: no model was found; `tritongate check` says what is at each upstream\n",
+    )
+
+
 async def test_a_running_gateway_is_asked() -> None:
     upstream = FakeUpstream()
     async with on_socket(upstream, models={"glm": {"aliases": ["gpt"]}, "org/glm-2": {}}) as served:

@@ -54,6 +54,14 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"PORT": "x"}, "", ["port", "environment variable TRITONGATE_PORT"]),
         ({}, {"UPSTREAMS": "nowhere"}, "", ["upstreams.0", "TRITONGATE_UPSTREAMS"]),
         ({}, {"UPSTREAMS": "dns:///nowhere"}, "", ["upstreams.0", "TRITONGATE_UPSTREAMS"]),
+        (
+            {},
+            {"UPSTREAMS": "http://triton:8001"},
+            "",
+            ["upstreams.0", "'http://triton:8001' is not host:port"],
+        ),
+        ({}, {"UPSTREAMS": "dns:///::1:8001"}, "", ["upstreams.0", "is not host:port"]),
+        ({}, {"UPSTREAMS": "::1:8001"}, "", ["upstreams.0", "'::1:8001' is not host:port"]),
         ({}, {"UPSTREAMS": "dns://9.9.9.9/triton:1"}, "", ["upstreams.0", "names a server to ask"]),
         ({}, {"MODELS": '["a"'}, "", ["models", "TRITONGATE_MODELS"]),
         (
