@@ -30,6 +30,8 @@ async def test_an_engine_that_dies_ends_every_request_at_once(tmp_path: Path) ->
     config.write_text(config.read_text() + parameter, encoding="utf-8")
     before = engines()
     with stock_server(repository, temporary=tmp_path, environment=variables(tmp_path), ready_s=300) as triton:
+        # Before there are streams: to look for it takes time, in which they go on.
+        (engine,) = [each for each in engines() if each not in before]
         gateway = ServeProcess(triton.grpc)
         try:
             async with gateway.sdk() as sdk:
@@ -37,7 +39,6 @@ async def test_an_engine_that_dies_ends_every_request_at_once(tmp_path: Path) ->
                 reading = [asyncio.create_task(read(sdk, event)) for event in begun]
                 await asyncio.gather(*(event.wait() for event in begun))
                 waiting = asyncio.create_task(sdk.completions.create(**LONG))
-                (engine,) = [each for each in engines() if each not in before]
                 engine.kill()
                 for ended in await asyncio.gather(*reading, waiting, return_exceptions=True):
                     assert isinstance(ended, openai.APIError)
