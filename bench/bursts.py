@@ -21,7 +21,7 @@ import click
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from gateway.commands.bench import numbers
+from gateway.commands.bench import COUNT, listed
 from gateway.commands.http_client import Client, HttpError
 from gateway.commands.load_rows import percentile, table
 from wire import names
@@ -207,7 +207,7 @@ async def _timed(send: Callable[[], Awaitable[None]]) -> Timing | None:
 @click.option("--model", required=True)
 @click.option("--grpc", "address", help="address of a Triton behind it; without: no probes")
 @click.option("--entry", help="the repository entry to probe, if it is not called like the model")
-@click.option("--sizes", callback=numbers, default="1,8,32,64", show_default=True, help="of a burst")
+@listed("--sizes", COUNT, default="1,8,32,64", show_default=True, help="of a burst")
 @click.option("--seconds", default=10.0, show_default=True, help="for each size")
 @click.option("--behind", default=1024, show_default=True, help="generations that the probes come behind")
 @click.option("--bursts", default=5, show_default=True, help="number of those bursts")
@@ -217,7 +217,7 @@ def main(
     model: str,
     address: str | None,
     entry: str | None,
-    sizes: tuple[float, ...],
+    sizes: tuple[int, ...],
     seconds: float,
     behind: int,
     bursts: int,

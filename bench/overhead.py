@@ -17,7 +17,7 @@ import click
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from gateway.commands.bench import numbers
+from gateway.commands.bench import COUNT, listed
 from gateway.commands.http_client import Client
 from gateway.commands.load import LoadPool, Workload, closed_loop
 from gateway.commands.load_rows import percentile, table
@@ -108,7 +108,7 @@ def _row(path: str, took: list[float]) -> FirstTokenRow:
     return FirstTokenRow(path=path, requests=len(took), p50=at[50], p90=at[90], p99=at[99])
 
 
-def cpu(pool: LoadPool, workload: Workload, pids: list[int], *, clients: int, rounds: int) -> CpuRow:
+def cpu(pool: LoadPool, workload: Workload, pids: tuple[int, ...], *, clients: int, rounds: int) -> CpuRow:
     """Run a closed loop and return what it cost the processes `pids`."""
     before, since = _cpu_s(pids), time.monotonic()
     row = closed_loop(pool, workload, "cpu", clients=clients, requests=clients * rounds)
@@ -122,7 +122,7 @@ def cpu(pool: LoadPool, workload: Workload, pids: list[int], *, clients: int, ro
     )
 
 
-def _cpu_s(pids: list[int]) -> float:
+def _cpu_s(pids: tuple[int, ...]) -> float:
     """Return the CPU time that the processes have used so far, in seconds (proc_pid_stat(5))."""
     ticks = 0
     for pid in pids:
@@ -136,8 +136,8 @@ def _cpu_s(pids: list[int]) -> float:
 @click.option("--model", required=True)
 @click.option("--grpc", "address", help="of the Triton behind it; without: no times to the first token")
 @click.option("--requests", default=300, show_default=True, help="pairs of requests")
-@click.option("--pids", callback=numbers, default="", help="of the gateway's processes")
-@click.option("--conc", callback=numbers, default="8,64", show_default=True, help="clients of a closed loop")
+@listed("--pids", COUNT, help="of the gateway's processes")
+@listed("--conc", COUNT, default="8,64", show_default=True, help="clients of a closed loop")
 @click.option("--ids", default=16, show_default=True, help="tokens of each prompt")
 @click.option("--ids-below", default=60_000, show_default=True, help="the model's vocabulary, or less")
 @click.option("--out", default=256, show_default=True, help="tokens of each answer")
@@ -149,8 +149,8 @@ def main(
     model: str,
     address: str | None,
     requests: int,
-    pids: tuple[float, ...],
-    conc: tuple[float, ...],
+    pids: tuple[int, ...],
+    conc: tuple[int, ...],
     ids: int,
     ids_below: int,
     out: int,
@@ -164,10 +164,7 @@ def main(
         workload = Workload(url=url, model=model, ids=ids, ids_below=ids_below, out=out)
         with LoadPool(processes) as pool:
             closed_loop(pool, workload, "warm-up", clients=2, requests=2)
-            rows = [
-                cpu(pool, workload, [int(pid) for pid in pids], clients=int(clients), rounds=rounds)
-                for clients in conc
-            ]
+            rows = [cpu(pool, workload, pids, clients=clients, rounds=rounds) for clients in conc]
         click.echo(table(CpuRow, rows))
 
 

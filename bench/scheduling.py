@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import click
 
-from gateway.commands.bench import numbers
+from gateway.commands.bench import COUNT, listed
 from gateway.commands.load_rows import Answer, LoadRow, summarise, table
 from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
@@ -171,7 +171,7 @@ def make_scheduler(
 
 
 @click.command(help=__doc__)
-@click.option("--conc", callback=numbers, default="1,8,32,64,128,256,512", show_default=True)
+@listed("--conc", COUNT, default="1,8,32,64,128,256,512", show_default=True)
 @click.option("--rounds", default=2, show_default=True, help="requests of each client")
 @click.option("--repeats", default=3, show_default=True, help="one after the other, of the same scheduler")
 @click.option("--ids", default=259, show_default=True, help="tokens of each prompt")
@@ -183,7 +183,7 @@ def make_scheduler(
 @click.option("--burst-steps", default=4, show_default=True)
 def main(
     *,
-    conc: tuple[float, ...],
+    conc: tuple[int, ...],
     rounds: int,
     repeats: int,
     ids: int,
@@ -193,7 +193,7 @@ def main(
 ) -> None:
     """Predict, print."""
     loops = ClosedLoops(make_scheduler(**settings), prompt=ids, out=out, apart_s=apart_ms / 1000)
-    rows = [loops.measure(clients, rounds * clients) for clients in map(int, conc) for _ in range(repeats)]
+    rows = [loops.measure(clients, rounds * clients) for clients in conc for _ in range(repeats)]
     click.echo(table(LoadRow, rows, leave_out={"rate", "failed", "within", "pieces", "error"}))
 
 

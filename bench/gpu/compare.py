@@ -24,7 +24,7 @@ from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
 from bench.gpu.engine_steps import SAMPLINGS, StepRow, measure_steps
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
-from gateway.commands.bench import fields, numbers
+from gateway.commands.bench import COUNT, fields, listed
 from gateway.commands.load_rows import table
 
 _PARTS = ("other", "ours", "engine", "usual")
@@ -44,7 +44,7 @@ _DEFAULT = "other,ours,engine"
 @click.option("--other-model", default="glm", show_default=True)
 @click.option("--other-arguments", multiple=True, help="for its script; repeated: measured with each")
 @click.option("--other-python", default="python3", show_default=True, help="the interpreter that has it")
-@click.option("--conc", callback=numbers, default="1,8,32,64,128,256,512", show_default=True)
+@listed("--conc", COUNT, default="1,8,32,64,128,256,512", show_default=True)
 @click.option("--rounds", default=2, show_default=True, help="requests of each client, one after the other")
 @click.option(
     "--repeats", default=3, show_default=True, help="measurements of each setting: the median counts"
@@ -56,20 +56,17 @@ _DEFAULT = "other,ours,engine"
 @click.option("--spread", default=0.0, show_default=True, help="as of `tritongate bench`; so is the next")
 @click.option("--also", callback=fields, default="{}", help="further fields of the requests")
 @click.option("--open-s", default=0.0, show_default=True, help="seconds of each open loop; 0: none")
-@click.option(
+@listed(
     "--rates",
-    callback=numbers,
-    default="",
+    click.FloatRange(0, min_open=True),
     help="of the open loops; default: 50, 70, 90 % of the first's peak",
 )
-@click.option(
-    "--batches", callback=numbers, default="1,32,128,256,512", show_default=True, help="of the engine alone"
-)
+@listed("--batches", COUNT, default="1,32,128,256,512", show_default=True, help="of the engine alone")
 @click.option(
     "--quantization", multiple=True, default=("none",), help="of the engine alone; repeated: with each"
 )
-@click.option(
-    "--masked", callback=numbers, default="0", show_default=True, help="of these, how many have a token mask"
+@listed(
+    "--masked", click.IntRange(0), default="0", show_default=True, help="of these, how many have a token mask"
 )
 @click.option(
     "--sampling",
@@ -80,9 +77,7 @@ _DEFAULT = "other,ours,engine"
     show_default=True,
     help="of the engine alone; repeated: with each",
 )
-@click.option(
-    "--usual-clients", callback=numbers, default="4,32", show_default=True, help="and sizes of padded batches"
-)
+@listed("--usual-clients", COUNT, default="4,32", show_default=True, help="and sizes of padded batches")
 @click.option("--usual-s", default=8.0, show_default=True, help="seconds of each of them: no batch after")
 @click.option("--processes", default=8, show_default=True)
 @click.option("--limit-s", default=460.0, show_default=True, help="begin nothing after so many seconds")
@@ -100,7 +95,7 @@ def main(
     other_model: str,
     other_arguments: tuple[str, ...],
     other_python: str,
-    conc: tuple[float, ...],
+    conc: tuple[int, ...],
     rounds: int,
     repeats: int,
     ids: int,
@@ -111,11 +106,11 @@ def main(
     also: dict[str, Any],
     open_s: float,
     rates: tuple[float, ...],
-    batches: tuple[float, ...],
+    batches: tuple[int, ...],
     quantization: tuple[str, ...],
-    masked: tuple[float, ...],
+    masked: tuple[int, ...],
     samplings: tuple[str, ...],
-    usual_clients: tuple[float, ...],
+    usual_clients: tuple[int, ...],
     usual_s: float,
     processes: int,
     limit_s: float,
@@ -127,7 +122,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     plan = Plan(
-        clients=tuple(map(int, conc)),
+        clients=conc,
         rounds=rounds,
         repeats=repeats,
         ids=ids,
@@ -161,24 +156,21 @@ def main(
             comparison.run(f"ours {arguments}".strip(), server)
     steps: list[StepRow] = []
     if "engine" in parts:
-        sizes, some = tuple(map(int, batches)), tuple(map(int, masked))
         for each in quantization:
             form = None if each == "none" else each
             measured = measure_steps(
                 checkpoint,
-                sizes,
+                batches,
                 device=device,
                 dtype=dtype,
-                masked=some,
+                masked=masked,
                 quantization=form,
                 samplings=samplings,
             )
             steps += _steps_in_time(comparison, plan, measured)
     usual_rows: list[UsualRow] = []
     if "usual" in parts and plan.in_time:
-        usual = UsualPlan(
-            clients=tuple(map(int, usual_clients)), requests=100, longest=256, rounds=1, limit_s=usual_s
-        )
+        usual = UsualPlan(clients=usual_clients, requests=100, longest=256, rounds=1, limit_s=usual_s)
         flags = [*where, *shlex.split(next(iter(ours_arguments), ""))]
         server = servers.ours(checkpoint, folder / "usual.log", flags)
         usually = Measured()

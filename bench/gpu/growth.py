@@ -9,7 +9,7 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.compare import describe
-from gateway.commands.bench import numbers
+from gateway.commands.bench import COUNT, listed
 from gateway.commands.load import LoadPool, Workload, closed_loop
 from gateway.commands.load_rows import LoadRow, median_row, table
 
@@ -62,8 +62,8 @@ def cases(prompts: tuple[int, ...], answers: tuple[int, ...], shared: int) -> It
 @click.option("--arguments", default="--device cuda:0 --dtype bfloat16", show_default=True)
 @click.option("--clients", default=32, show_default=True)
 @click.option("--repeats", default=3, show_default=True, help="the row of the median throughput counts")
-@click.option("--prompts", callback=numbers, default="16,64,259,1024,2051,4096", show_default=True)
-@click.option("--answers", callback=numbers, default="16,64,256,1024", show_default=True)
+@listed("--prompts", COUNT, default="16,64,259,1024,2051,4096", show_default=True)
+@listed("--answers", COUNT, default="16,64,256,1024", show_default=True)
 @click.option("--shared", default=1500, show_default=True, help="tokens; 0: not measured")
 @click.option("--processes", default=8, show_default=True)
 def main(
@@ -73,8 +73,8 @@ def main(
     arguments: str,
     clients: int,
     repeats: int,
-    prompts: tuple[float, ...],
-    answers: tuple[float, ...],
+    prompts: tuple[int, ...],
+    answers: tuple[int, ...],
     shared: int,
     processes: int,
 ) -> None:
@@ -86,7 +86,7 @@ def main(
         LoadPool(processes) as pool,
     ):
         base = Workload(url=server.url, model=server.model)
-        for case in cases(tuple(map(int, prompts)), tuple(map(int, answers)), shared):
+        for case in cases(prompts, answers, shared):
             workload = replace(base, ids=case.ids, out=case.out, shared=case.shared)
             rows.append(_row(case, measure(pool, workload, case, clients, repeats)))
             click.echo(str(rows[-1]), err=True)

@@ -20,7 +20,7 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
-from gateway.commands.bench import numbers
+from gateway.commands.bench import COUNT, listed
 from gateway.commands.load_rows import LoadRow, table
 from triton_models.embedded.installation import find_installation
 
@@ -123,7 +123,7 @@ def faults(measured: dict[str, list[LoadRow]], clients: int) -> list[str]:
 @click.option(
     "--stub", type=click.Path(path_type=Path), help="folder of the stub's python3; default: this one's"
 )
-@click.option("--conc", callback=numbers, default="1,8,32,64,128", show_default=True)
+@listed("--conc", COUNT, default="1,8,32,64,128", show_default=True)
 @click.option("--rounds", default=2, show_default=True, help="requests of each client, one after the other")
 @click.option("--repeats", default=3, show_default=True, help="the median counts")
 @click.option("--words", default=259, show_default=True, help="of each prompt")
@@ -142,7 +142,7 @@ def main(
     arguments: str,
     packages: str,
     stub: Path | None,
-    conc: tuple[float, ...],
+    conc: tuple[int, ...],
     rounds: int,
     repeats: int,
     words: int,
@@ -156,7 +156,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     plan = Plan(
-        clients=tuple(map(int, conc)),
+        clients=conc,
         rounds=rounds,
         repeats=repeats,
         ids=None,

@@ -21,17 +21,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _BAR: Final = 40
 """Characters of the longest bar."""
-_COUNT: Final = click.IntRange(1)
+COUNT: Final = click.IntRange(1)
+"""The type of each of so many things."""
 _MOST_PROCESSES: Final = 8
 _INTERRUPTED: Final = 130
-
-
-def numbers(_context: click.Context, _parameter: click.Parameter, given: str) -> tuple[float, ...]:
-    """Read numbers separated by commas."""
-    try:
-        return tuple(float(each) for each in given.split(",") if each)
-    except ValueError:
-        raise click.BadParameter(f"{given!r} is not a list of numbers") from None
 
 
 def listed(flag: str, each: click.IntRange | click.FloatRange, **options: Any) -> Callable[[F], F]:
@@ -159,8 +152,8 @@ def measure(
     show_default=True,
     help="prompts of random words, as a chat or a completion, or of random token ids",
 )
-@listed("--prompt", _COUNT, show_default=True, default="64", help="lengths, in words or ids")
-@listed("--out", _COUNT, show_default=True, default="128", help="tokens of each answer")
+@listed("--prompt", COUNT, show_default=True, default="64", help="lengths, in words or ids")
+@listed("--out", COUNT, show_default=True, default="128", help="tokens of each answer")
 @click.option(
     "--spread",
     type=click.FloatRange(0),
@@ -175,7 +168,7 @@ def measure(
     show_default=True,
     help="ids at the beginning common to all prompts",
 )
-@listed("--clients", _COUNT, show_default=True, default="1,8,32", help="of a closed loop")
+@listed("--clients", COUNT, show_default=True, default="1,8,32", help="of a closed loop")
 @click.option(
     "--rounds", type=click.IntRange(1), default=2, show_default=True, help="requests of each client"
 )
