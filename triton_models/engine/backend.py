@@ -98,6 +98,7 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
     # These need the package triton, which not every build of torch installs, and nobody needs without a GPU.
     from triton_models.engine.kernels.penalties import penalise  # noqa: PLC0415
     from triton_models.engine.kernels.sampling import choose  # noqa: PLC0415
+    from triton_models.engine.kernels.tiles import tiled  # noqa: PLC0415
     from triton_models.engine.ops_cuda import CudaOperations  # noqa: PLC0415
 
     return Backend(
@@ -108,4 +109,5 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
         overlap=True,
         drafts=DraftLimits(rows=256, worth=0.15, worth_more=1 / 96),
         reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
+        convert=tiled,
     )

@@ -1,7 +1,6 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,15 +14,15 @@ from triton_models.engine.kernels.attention_prefill import (
     queries_per_tile,
 )
 from triton_models.engine.kernels.elementwise import gelu, norm, rotate_store, swiglu
+from triton_models.engine.kernels.fp8 import MAX_ROWS as FP8_ROWS
+from triton_models.engine.kernels.fp8 import fp8_linear, scaled_product
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
-from triton_models.engine.kernels.quantised import MAX_ROWS as QUANTISED_ROWS
-from triton_models.engine.kernels.quantised import expand, quantised_linear, scaled_product
+from triton_models.engine.kernels.tiles import MAX_ROWS as TILED_ROWS
+from triton_models.engine.kernels.tiles import TILE, TiledLinear, tiled_linear
 from triton_models.engine.linear import Linear
 from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Rotary, StepLayout
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
 
-_EXPANDED_WEIGHTS = 2**24
-"""Most weights that are expanded at once: 32 MB in 16 bits, which stay in a large GPU's cache."""
 _FP8_MULTIPLE = 16
 """What the library's product of 8-bit numbers needs N and K to be a multiple of."""
 
@@ -130,14 +129,14 @@ class CudaOperations:
         """Add `matrix(inputs)` to `hidden` in place, and return it."""
         if self._product(inputs, matrix, residual=hidden) is not None:
             return hidden
-        if isinstance(matrix, QuantisedLinear) or matrix.bias is not None:
+        if isinstance(matrix, QuantisedLinear | TiledLinear) or matrix.bias is not None:
             return hidden.add_(_library_product(inputs, matrix))
         return torch.addmm(hidden, inputs, matrix.weight.T, out=hidden)
 
     def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`."""
         product = self._product(inputs, matrix, gated=True)
-        return swiglu(_library_product(inputs, matrix)) if product is None else product
+        return swiglu(self.linear(inputs, matrix)) if product is None else product
 
     def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return GELU of `matrix(inputs)`."""
@@ -146,25 +145,28 @@ class CudaOperations:
     def _product(
         self, inputs: Tensor, matrix: Linear, *, residual: Tensor | None = None, gated: bool = False
     ) -> Tensor | None:
-        """Return the product by a kernel of ours; None: there are too many rows for it."""
+        """Return the product by a kernel of ours; None: it has none for so many rows, or such a matrix."""
         rows, arrivals = len(inputs), self._arrivals
-        if isinstance(matrix, QuantisedLinear):
-            if rows > QUANTISED_ROWS[type(matrix)]:
+        if isinstance(matrix, TiledLinear):
+            if rows > TILED_ROWS or (gated and matrix.rows % (2 * TILE)):
                 return None
-            return quantised_linear(inputs, matrix, arrivals=arrivals, residual=residual, gated=gated)
-        if rows > MAX_ROWS:
+            return tiled_linear(inputs, matrix, arrivals=arrivals, residual=residual, gated=gated)
+        if isinstance(matrix, Fp8Linear):
+            if rows > FP8_ROWS:
+                return None
+            return fp8_linear(inputs, matrix, arrivals=arrivals, residual=residual, gated=gated)
+        if rows > MAX_ROWS or isinstance(matrix, QuantisedLinear):
             return None
         return linear(inputs, matrix.weight, matrix.bias, arrivals=arrivals, residual=residual, gated=gated)
 
 
 def _library_product(inputs: Tensor, matrix: Linear) -> Tensor:
-    """Return `matrix(inputs)` by a library's product, of expanded weights if it knows no other."""
-    if isinstance(matrix, Fp8Linear):
-        fits = not (len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE)
-        return scaled_product(inputs, matrix) if fits else matrix(inputs)
-    if not isinstance(matrix, QuantisedLinear):
-        return matrix(inputs)
-    return matrix.by_parts(inputs, partial(expand, matrix), _EXPANDED_WEIGHTS)
+    """Return `matrix(inputs)` by a library's product: of weights of 8 bits if it can, or of wide ones."""
+    if isinstance(matrix, Fp8Linear) and not (
+        len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE
+    ):
+        return scaled_product(inputs, matrix)
+    return matrix(inputs)
 
 
 def _sm_count(device: torch.device) -> int:

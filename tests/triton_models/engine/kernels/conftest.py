@@ -21,8 +21,8 @@ from triton.runtime import interpreter  # noqa: E402
 def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
     """Give the interpreter bfloat16 arithmetic.
 
-    It keeps the raw 16 bits, multiplies them as integers in `dot`, and cuts conversions off instead of
-    rounding them, also those to 8 bits.
+    It keeps the raw 16 bits, takes them for integers in `dot`, in differences and in `fma`, and cuts
+    conversions off instead of rounding them, also those to 8 bits.
     """
     convert: Any = interpreter._convert_float
     builder = interpreter.InterpreterBuilder
@@ -51,6 +51,20 @@ def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(interpreter, "_convert_float", corrected_convert)
     patch.setattr(builder, "create_dot", corrected_dot)
+    for name in ("create_fsub", "create_fma"):
+        patch.setattr(builder, name, _rounded(getattr(builder, name), widen, corrected_convert))
+
+
+def _rounded(compute: Any, widen: Any, convert: Any) -> Any:
+    """Return an operation that computes with wide numbers, and rounds what it makes of bfloat16."""
+
+    def rounded(self: Any, *numbers: Any) -> Any:
+        computed = compute(self, *map(widen, numbers))
+        if numbers[0].dtype.scalar != tl.bfloat16:
+            return computed
+        return interpreter.TensorHandle(convert(computed.data, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
+    return rounded
 
 
 def _compute_less(patch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from tests.triton_models.engine.fake_model import ids, request, run
+from tests.triton_models.engine.kernels.test_linear import error, random
 from tests.triton_models.engine.uncaptured import do_again
 from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models.checkpoint import load_model
@@ -23,11 +25,12 @@ from triton_models.engine.blocks import KVCache
 from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
-from triton_models.engine.kernels import linear, quantised
+from triton_models.engine.kernels import linear
 from triton_models.engine.kernels.linear import Tiling
+from triton_models.engine.kernels.tiles import TiledLinear, tiled
 from triton_models.engine.models import CausalModel, ChunkRows, KVShape, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
-from triton_models.engine.quantised import GROUP, Int4Linear, Int8Linear
+from triton_models.engine.quantised import Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -58,8 +61,6 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
         monkeypatch.setattr(graphs, "_CHUNKS", SMALL.max_running)
         large = Tiling(block_n=128, block_k=64, splits=2, warps=4, stages=3)
         monkeypatch.setattr(linear, "tiling_for", lambda *_shape, **_options: large)
-        large = replace(large, block_k=GROUP)
-        monkeypatch.setattr(quantised, "tiling_for", lambda *_shape, **_options: large)
     return cuda_backend(torch.float32)
 
 
@@ -151,25 +152,31 @@ def test_beams_are_the_plain_ones(kernels: Backend, device: torch.device, tmp_pa
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_answers_are_the_plain_ones(
-    kernels: Backend,
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    quantization: str,
+@pytest.mark.parametrize("form", [Int8Linear, Int4Linear])
+@pytest.mark.parametrize("gates", [128, 96])
+@pytest.mark.parametrize("most", [256, 2])
+def test_quantised_products_are_the_plain_ones(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, form: type[QuantisedLinear], gates: int, most: int
 ) -> None:
-    """By our kernel, and with more rows than it takes."""
-    write_native(tmp_path, "qwen2", **(SHAPE | {"num_hidden_layers": 1}))
-    model = load_model(tmp_path, torch.float32, device, quantization=quantization)
-    answers = []
-    for backend, rows in ((PLAIN, 0), (kernels, 256), (kernels, 2)):
-        monkeypatch.setattr(ops_cuda, "QUANTISED_ROWS", dict.fromkeys((Int8Linear, Int4Linear), rows))
-        made = Engine(model, SMALL, backend=backend)
-        for key, prompt in (("a", (5, 6, 7)), ("b", range(20))):
-            made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
-        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
-    assert answers[0] == answers[1] == answers[2]
+    """By our kernel, whether or not gates fill its tiles, and with more rows than it takes."""
+    monkeypatch.setattr(ops_cuda, "TILED_ROWS", most)
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.float16, device=device
+    )
+    operations = CudaOperations(model, None, rows=1)
+    inputs = random(3, 200, dtype=torch.float16, device=device)
+    plain = form.empty(2 * gates, 200, bias=True, dtype=torch.float16, device=device)
+    plain.place.copy_(random(2 * gates, 200, dtype=torch.float32, device=device, seed=1) / 8)
+    assert plain.bias is not None
+    plain.bias.zero_()
+    matrix = tiled(plain)
+    assert isinstance(matrix, TiledLinear)
+    exact = inputs.double() @ plain.exact(0, 2 * gates).double().T
+    assert error(operations.linear(inputs, matrix), exact) < 2e-3
+    hidden = random(3, 2 * gates, dtype=torch.float16, device=device, seed=2)
+    assert error(operations.add_linear(hidden.clone(), inputs, matrix), exact + hidden) < 2e-3
+    gate, up = exact.chunk(2, dim=-1)
+    assert error(operations.linear_swiglu(inputs, matrix), silu(gate) * up) < 5e-3
 
 
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:

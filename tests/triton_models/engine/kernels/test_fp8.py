@@ -1,0 +1,119 @@
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from tests.triton_models.engine.kernels.test_linear import error, random
+from triton_models.engine.kernels.fp8 import MAX_ROWS, fp8_linear, quantise_rows, scaled_product, tiling_for
+from triton_models.engine.kernels.linear import Tiling, new_arrivals
+from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY,
+    reason="needs a GPU with products of 8-bit numbers",
+)
+ERROR = 8e-3
+"""Of bfloat16."""
+
+
+def quantised(outputs: int, keys: int, device: torch.device, *, bias: bool = False) -> Fp8Linear:
+    matrix = Fp8Linear.empty(outputs, keys, bias=bias, dtype=torch.bfloat16, device=device)
+    matrix.place.copy_(random(outputs, keys, dtype=torch.float32, device=device, seed=1) / 8)
+    if matrix.bias is not None:
+        matrix.bias.copy_(random(outputs, dtype=torch.bfloat16, device=device, seed=2))
+    return matrix
+
+
+def tiling(splits: int) -> Tiling:
+    return Tiling(block_n=16, block_k=128, splits=splits, warps=4, stages=2)
+
+
+def exact(x: Tensor, matrix: Fp8Linear) -> Tensor:
+    numbers, scales = quantise_rows(x)
+    product = numbers.double() * scales[:, None].double() @ matrix.dense(0, len(matrix.weight)).double().T
+    return product if matrix.bias is None else product + matrix.bias.double()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 48, 256), (5, 70, 200), (17, 33, 328)])
+def test_both_sides_are_rounded_to_8_bits(
+    splits: int, shape: tuple[int, int, int], device: torch.device
+) -> None:
+    rows, outputs, keys = shape
+    x = random(rows, keys, dtype=torch.bfloat16, device=device)
+    matrix = quantised(outputs, keys, device, bias=True)
+    arrivals = new_arrivals(device)
+    product = fp8_linear(x, matrix, arrivals=arrivals, tiling=tiling(splits))
+    assert product.dtype == torch.bfloat16
+    assert error(product, exact(x, matrix)) < ERROR
+    assert not arrivals.any()
+
+
+def test_residual_is_added_in_place(device: torch.device) -> None:
+    x = random(4, 256, dtype=torch.bfloat16, device=device)
+    residual = random(4, 40, dtype=torch.bfloat16, device=device, seed=3)
+    matrix = quantised(40, 256, device, bias=True)
+    arrivals = new_arrivals(device)
+    expected = residual + fp8_linear(x, matrix, arrivals=arrivals, tiling=tiling(2))
+    result = fp8_linear(x, matrix, arrivals=arrivals, residual=residual, tiling=tiling(2))
+    assert result is residual
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gated_product(splits: int, device: torch.device) -> None:
+    x = random(3, 200, dtype=torch.bfloat16, device=device)
+    matrix = quantised(2 * 40, 200, device)
+    gated = fp8_linear(x, matrix, arrivals=new_arrivals(device), gated=True, tiling=tiling(splits))
+    gate, up = exact(x, matrix).chunk(2, dim=-1)
+    assert gated.shape == (3, 40)
+    assert error(gated, silu(gate) * up) < 3 * ERROR
+
+
+@pytest.mark.parametrize("companions", [2, 31, 63])
+def test_row_depends_on_nothing_else(companions: int, device: torch.device) -> None:
+    x = random(1 + companions, 256, dtype=torch.bfloat16, device=device)
+    matrix = quantised(48, 256, device)
+    arrivals = new_arrivals(device)
+    x[0, 3] = torch.nan
+    together = fp8_linear(x, matrix, arrivals=arrivals, tiling=tiling(2))
+    alone = fp8_linear(x[-1:].clone(), matrix, arrivals=arrivals, tiling=tiling(2))
+    assert torch.equal(together[-1:], alone)
+    assert together.isnan().any(dim=1).tolist() == [True] + [False] * companions
+
+
+def test_refuses_more_rows_than_it_is_for(device: torch.device) -> None:
+    x = random(MAX_ROWS + 1, 32, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="65 rows"):
+        fp8_linear(x, quantised(16, 32, device), arrivals=new_arrivals(device))
+
+
+def test_refuses_more_split_tiles_than_there_are_counters(device: torch.device) -> None:
+    x = random(1, 256, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="4 split tiles"):
+        fp8_linear(x, quantised(64, 256, device), arrivals=new_arrivals(device)[:3], tiling=tiling(2))
+
+
+@pytest.mark.parametrize(("outputs", "splits"), [(4096, 4), (13696, 1), (65024, 1)])
+def test_a_large_gpu_is_filled(outputs: int, splits: int) -> None:
+    assert tiling_for(outputs).splits == splits
+
+
+def test_rows_are_rounded_to_8_bits(device: torch.device) -> None:
+    x = random(3, 200, dtype=torch.bfloat16, device=device)
+    x[1] = 0
+    x[2] *= 1e4
+    numbers, scales = quantise_rows(x)
+    assert scales[1] == 1
+    again = numbers.float() * scales[:, None]
+    assert (numbers.float().abs().amax(dim=1) == torch.tensor([448.0, 0.0, 448.0], device=device)).all()
+    assert ((again - x.float()).abs() <= x.float().abs() / 16 + scales[:, None] * 2**-9).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_librarys_product_is_the_same(bias: bool, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("the library has it for GPUs")
+    x = random(5, 256, dtype=torch.bfloat16, device=device)
+    matrix = quantised(48, 256, device, bias=bias)
+    assert error(scaled_product(x, matrix), exact(x, matrix)) < ERROR

@@ -1,0 +1,197 @@
+"""Products with weights of float8_e4m3fn: the rows of `x` are rounded to that, too, and multiplied in 8 bits.
+
+As in `kernels.linear`, every program multiplies a tile of weight rows with the rows of `x`, K may be split
+among programs, and a row's result depends on that row alone. Scales are applied to float32 sums. More rows
+than `MAX_ROWS` are for a library's product.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_models.engine.kernels.linear import Tiling, combine, launch
+from triton_models.engine.quantised import Fp8Linear
+
+MAX_ROWS: Final = 64
+"""Most rows of `x`: with more, the library's product is faster (bench/LOG.md)."""
+
+_TILING = Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4)
+_PROGRAMS = 300
+"""How many programs to divide a product among at most: the best found on an H200 (bench/LOG.md)."""
+_MOST_SPLITS = 8
+_MIN_ROWS = 16
+"""The fewest rows that the matrix units take."""
+
+
+def tiling_for(outputs: int) -> Tiling:
+    """Return the constants for a weight of N `outputs`: the same for any number of rows, since they round."""
+    tiles, splits = triton.cdiv(outputs, _TILING.block_n), 1
+    while splits < _MOST_SPLITS and 2 * splits * tiles <= _PROGRAMS:
+        splits *= 2
+    return replace(_TILING, splits=splits)
+
+
+def fp8_linear(
+    x: Tensor,
+    matrix: Fp8Linear,
+    *,
+    arrivals: Tensor,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Return `matrix(x)`; or add it to `residual` in place; or, gated, silu(gate) * up of it.
+
+    Compiled as `kernels.linear.linear` is, for 16, 32 or 64 rows.
+
+    Args:
+        x: [M, K], contiguous, M at most `MAX_ROWS`.
+        matrix: [N, K]; gated: [2 * N, K], the gate first.
+        arrivals: from `kernels.linear.new_arrivals`.
+        residual: [M, N], contiguous, in the dtype of `x`; not if gated.
+        gated: `swiglu` of the product.
+        tiling: how to divide the work; None: the choice of `tiling_for`.
+
+    Returns:
+        [M, N] in the dtype of `x`; `residual` itself where it is given.
+
+    Raises:
+        ValueError: more rows than `MAX_ROWS`, or more split tiles than counters.
+    """
+    rows, keys = x.shape
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
+    outputs = len(matrix.weight) // 2 if gated else len(matrix.weight)
+    out = residual if residual is not None else x.new_empty((rows, outputs))
+    numbers, x_scales = quantise_rows(x)
+    tiling = tiling or tiling_for(outputs)
+    tiles = triton.cdiv(outputs, tiling.block_n)
+    block_m = max(_MIN_ROWS, triton.next_power_of_2(rows))
+    partials = None
+    if tiling.splits > 1:
+        if tiles > len(arrivals):
+            raise ValueError(f"{tiles} split tiles are more than {len(arrivals)} counters")
+        shape = (tiles, tiling.splits, 1 + gated, block_m, tiling.block_n)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+    launch(
+        _fp8[tiles, tiling.splits],
+        tiling,
+        (numbers, x_scales, matrix.weight, matrix.scales, matrix.bias, out, partials, arrivals, rows),
+        OUTPUTS=outputs,
+        KEYS=keys,
+        BLOCK_M=block_m,
+        GATED=gated,
+        ADD=residual is not None,
+    )
+    return out
+
+
+def scaled_product(x: Tensor, matrix: Fp8Linear) -> Tensor:
+    """Return `matrix(x)` with the rows of `x` rounded to 8 bits, too, by the library: [M, K] gives [M, N].
+
+    Args:
+        x: bfloat16, contiguous.
+        matrix: N and K are multiples of 16, as the library needs.
+    """
+    numbers, scales = quantise_rows(x)
+    product: Tensor = torch._scaled_mm(  # noqa: SLF001 - its only name
+        numbers,
+        matrix.weight.T,
+        scale_a=scales[:, None],
+        scale_b=matrix.scales[None, :],
+        bias=matrix.bias,
+        out_dtype=x.dtype,
+    )
+    return product
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x`, [M, K], as float8_e4m3fn times a scale for each row: [M, K], and [M] in float32."""
+    rows, keys = x.shape
+    numbers = torch.empty((rows, keys), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    _quantise_rows[(rows,)](x, numbers, scales, KEYS=keys, BLOCK=triton.next_power_of_2(keys), num_warps=8)
+    return numbers, scales
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    partials,
+    arrivals,
+    rows,
+    OUTPUTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Weight rows beyond the last one read the last one again; their sums are not stored.
+    row = tl.minimum(n, OUTPUTS - 1).to(tl.int64)
+    # Sums are [N, M]: the rows of `x` are fewer than the matrix units take on that side.
+    sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    x_row = x + m[None, :] * KEYS
+    weight_row = weight + row[:, None] * KEYS
+    here = (m < rows)[None, :]
+    steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
+    for step in range(steps):
+        k = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = k < KEYS
+        x_part = tl.load(x_row + k[:, None], mask=inside[:, None] & here, other=0.0)
+        part = tl.load(weight_row + k[None, :], mask=inside[None, :], other=0.0)
+        sums = tl.dot(part, x_part, sums)
+        if GATED:
+            up_row = weight_row + OUTPUTS * KEYS
+            part = tl.load(up_row + k[None, :], mask=inside[None, :], other=0.0)
+            up_sums = tl.dot(part, x_part, up_sums)
+    x_scale = tl.load(x_scales + m, mask=m < rows, other=0.0)[None, :]
+    sums *= tl.load(scales + row)[:, None] * x_scale
+    if GATED:
+        up_sums *= tl.load(scales + OUTPUTS + row)[:, None] * x_scale
+    combine(
+        tl.trans(sums),
+        tl.trans(up_sums),
+        bias,
+        out,
+        partials,
+        arrivals,
+        tile,
+        split,
+        m,
+        n,
+        rows,
+        OUTPUTS,
+        BLOCK_M,
+        BLOCK_N,
+        SPLITS,
+        GATED,
+        ADD,
+    )
+
+
+@triton.jit
+def _quantise_rows(x, numbers, scales, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    part = tl.load(x + row * KEYS + k, mask=k < KEYS, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(part))
+    scale = tl.where(most == 0, 1.0, most / 448)
+    tl.store(scales + row, scale)
+    tl.store(numbers + row * KEYS + k, (part / scale).to(numbers.dtype.element_ty), mask=k < KEYS)
