@@ -87,6 +87,10 @@ def write_backends(folder: Path) -> Path:
 def variables(temporary: Path) -> dict[str, str]:
     """Return a server's environment whose stubs find our packages, and are told to keep to this machine."""
     found = find_installation().environment(os.environ, temporary=temporary)
+    # On a CPU, vLLM computes in a process beside its engine's, and both spin while they wait for each other.
+    # With two cores, clients and gateway then get none for seconds, and the streams come late. So the engine
+    # computes itself, as it does with one GPU.
+    found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return found | {
         "PYTHONPATH": str(ROOT),
         "VLLM_CPU_KVCACHE_SPACE": "1",
