@@ -25,7 +25,8 @@ from triton_models.directory import (
     read_json,
 )
 from triton_models.engine.linear import Linear
-from triton_models.engine.models.decoder import Decoder, DecoderConfig, Norm
+from triton_models.engine.models import Norm
+from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.models.positions import Interpolation, Llama3, Rope, Yarn
 from triton_models.engine.quantised import QuantisedRows, StoredWeights
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError

@@ -13,14 +13,15 @@ from triton_models.engine.kernels.attention_prefill import (
     prefill_config,
     queries_per_tile,
 )
-from triton_models.engine.kernels.elementwise import gelu, norm, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import gelu, rotate_store, swiglu
+from triton_models.engine.kernels.elementwise import norm as norm_rows
 from triton_models.engine.kernels.fp8 import MAX_ROWS as FP8_ROWS
-from triton_models.engine.kernels.fp8 import fp8_linear, scaled_product
+from triton_models.engine.kernels.fp8 import fp8_linear, quantise_rows, scaled_product
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
 from triton_models.engine.kernels.tiles import MAX_ROWS as TILED_ROWS
 from triton_models.engine.kernels.tiles import TILE, TiledLinear, tiled_linear
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Rotary, StepLayout
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Norm, Rotary, StepLayout
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
 
 _FP8_MULTIPLE = 16
@@ -116,57 +117,70 @@ class CudaOperations:
             prefill_attention(queries, keys, values, tables, layout.tiles, attended, slopes=slopes)
         return attended.flatten(1)
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
-        """Return the LayerNorm of [T, width], or without a bias the RMSNorm, in one launch."""
-        return norm(hidden, weight, epsilon, bias)
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """Return the norm of [T, width], in one launch."""
+        return _normed(hidden, norm)
 
-    def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""
-        product = self._product(inputs, matrix)
-        return _library_product(inputs, matrix) if product is None else product
+        product = self._product(inputs, matrix, norm)
+        return _library_product(inputs, matrix, norm) if product is None else product
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
         """Add `matrix(inputs)` to `hidden` in place, and return it."""
-        if self._product(inputs, matrix, residual=hidden) is not None:
+        if self._product(inputs, matrix, None, residual=hidden) is not None:
             return hidden
         if isinstance(matrix, QuantisedLinear | TiledLinear) or matrix.bias is not None:
-            return hidden.add_(_library_product(inputs, matrix))
+            return hidden.add_(_library_product(inputs, matrix, None))
         return torch.addmm(hidden, inputs, matrix.weight.T, out=hidden)
 
-    def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`."""
-        product = self._product(inputs, matrix, gated=True)
-        return swiglu(self.linear(inputs, matrix)) if product is None else product
+        product = self._product(inputs, matrix, norm, gated=True)
+        return swiglu(self.linear(inputs, matrix, norm=norm)) if product is None else product
 
-    def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear_gelu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return GELU of `matrix(inputs)`."""
-        return gelu(self.linear(inputs, matrix))
+        return gelu(self.linear(inputs, matrix, norm=norm))
 
     def _product(
-        self, inputs: Tensor, matrix: Linear, *, residual: Tensor | None = None, gated: bool = False
+        self,
+        inputs: Tensor,
+        matrix: Linear,
+        norm: Norm | None,
+        *,
+        residual: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor | None:
         """Return the product by a kernel of ours; None: it has none for so many rows, or such a matrix."""
         rows, arrivals = len(inputs), self._arrivals
         if isinstance(matrix, TiledLinear):
             if rows > TILED_ROWS or (gated and matrix.rows % (2 * TILE)):
                 return None
-            return tiled_linear(inputs, matrix, arrivals=arrivals, residual=residual, gated=gated)
+            x = _normed(inputs, norm)
+            return tiled_linear(x, matrix, arrivals=arrivals, residual=residual, gated=gated)
         if isinstance(matrix, Fp8Linear):
             if rows > FP8_ROWS:
                 return None
-            return fp8_linear(inputs, matrix, arrivals=arrivals, residual=residual, gated=gated)
+            quantised = quantise_rows(inputs, norm)
+            return fp8_linear(quantised, matrix, arrivals=arrivals, residual=residual, gated=gated)
         if rows > MAX_ROWS or isinstance(matrix, QuantisedLinear):
             return None
-        return linear(inputs, matrix.weight, matrix.bias, arrivals=arrivals, residual=residual, gated=gated)
+        x = _normed(inputs, norm)
+        return linear(x, matrix.weight, matrix.bias, arrivals=arrivals, residual=residual, gated=gated)
 
 
-def _library_product(inputs: Tensor, matrix: Linear) -> Tensor:
+def _normed(inputs: Tensor, norm: Norm | None) -> Tensor:
+    return inputs if norm is None else norm_rows(inputs, norm.weight, norm.epsilon, norm.bias)
+
+
+def _library_product(inputs: Tensor, matrix: Linear, norm: Norm | None) -> Tensor:
     """Return `matrix(inputs)` by a library's product: of weights of 8 bits if it can, or of wide ones."""
     if isinstance(matrix, Fp8Linear) and not (
         len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE
     ):
-        return scaled_product(inputs, matrix)
-    return matrix(inputs)
+        return scaled_product(quantise_rows(inputs, norm), matrix)
+    return matrix(_normed(inputs, norm))
 
 
 def _sm_count(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, 
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Rotary, StepLayout
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Norm, Rotary, StepLayout
 
 _BIASES = 2**24
 """Most biases of a prompt's scores that exist at once: 64 MiB in float32."""
@@ -22,32 +22,33 @@ _BIASES = 2**24
 class PlainMath:
     """The `Operations` but for the attention: for any device, and differentiable."""
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
-        """Return the LayerNorm of [T, width], or without a bias the RMSNorm, computed in float32."""
-        numbers = hidden.float()
-        if bias is not None:
-            return layer_norm(numbers, weight.shape, weight, bias, epsilon).to(hidden.dtype)
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """Return the norm of [T, width], computed in float32."""
+        numbers, weight = hidden.float(), norm.weight
+        if norm.bias is not None:
+            return layer_norm(numbers, weight.shape, weight, norm.bias, norm.epsilon).to(hidden.dtype)
         length: Tensor = torch.linalg.vector_norm(numbers, dim=-1, keepdim=True)
         # The mean square is the squared length over the width.
-        scale = torch.addcmul(_scalar(epsilon, hidden.device), length, length, value=1 / hidden.shape[-1])
+        epsilon = _scalar(norm.epsilon, hidden.device)
+        scale = torch.addcmul(epsilon, length, length, value=1 / hidden.shape[-1])
         return (numbers * scale.rsqrt_()).mul_(weight).to(hidden.dtype)
 
-    def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return `matrix(inputs)`."""
-        return matrix(inputs)
+        return matrix(inputs if norm is None else self.norm(inputs, norm))
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
         """Return `hidden + matrix(inputs)`."""
         return matrix.add(hidden, inputs)
 
-    def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`."""
-        gate, up = matrix(inputs).chunk(2, dim=-1)
+        gate, up = self.linear(inputs, matrix, norm=norm).chunk(2, dim=-1)
         return silu(gate).mul_(up)
 
-    def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear_gelu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return GELU of `matrix(inputs)`, in its form with tanh."""
-        return gelu(matrix(inputs), approximate="tanh")
+        return gelu(self.linear(inputs, matrix, norm=norm), approximate="tanh")
 
 
 class TorchOperations(PlainMath):

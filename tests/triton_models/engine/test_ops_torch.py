@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, layer_norm, linear, rms_norm, silu
 from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear, why_not_packed
-from triton_models.engine.models import ChunkRows, KVShape, Rotary, StepLayout
+from triton_models.engine.models import ChunkRows, KVShape, Norm, Rotary, StepLayout
 from triton_models.engine.ops_torch import PlainMath, TorchOperations
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 6, 2, 8, 4
@@ -176,7 +176,7 @@ def test_norm(dtype: torch.dtype, size: float, cache: KVCache) -> None:
     torch.manual_seed(1)
     hidden, weight = (size * torch.randn(5, 24)).to(dtype), torch.randn(24)
     kept = hidden.clone()
-    given = TorchOperations(None, cache, 0).norm(hidden, weight, 1e-5)
+    given = TorchOperations(None, cache, 0).norm(hidden, Norm(weight, None, 1e-5))
     assert_close(given, rms_norm(hidden.float(), weight.shape, weight, 1e-5).to(dtype))
     assert torch.equal(hidden, kept)
 
@@ -186,13 +186,14 @@ def test_layer_norm(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     hidden, weight, bias = torch.randn(5, 24).to(dtype), torch.randn(24), torch.randn(24)
     kept = hidden.clone()
-    given = PlainMath().norm(hidden, weight, 1e-5, bias)
+    given = PlainMath().norm(hidden, Norm(weight, bias, 1e-5))
     assert_close(given, layer_norm(hidden.float(), weight.shape, weight, bias, 1e-5).to(dtype))
     assert torch.equal(hidden, kept)
 
 
 def test_the_norm_of_nothing_is_nothing(cache: KVCache) -> None:
-    assert not TorchOperations(None, cache, 0).norm(torch.zeros(2, 24), torch.ones(24), 1e-5).any()
+    norm = Norm(torch.ones(24), None, 1e-5)
+    assert not TorchOperations(None, cache, 0).norm(torch.zeros(2, 24), norm).any()
 
 
 @dtypes
@@ -222,3 +223,15 @@ def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: 
         ),
     ):
         torch.testing.assert_close(given, expected, **tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_normed_inputs(dtype: torch.dtype, *, biased: bool) -> None:
+    torch.manual_seed(2)
+    inputs, matrix = torch.randn(5, 40).to(dtype), Linear(torch.randn(48, 40).to(dtype))
+    norm = Norm(torch.randn(40), torch.randn(40) if biased else None, 1e-5)
+    kept, operations = inputs.clone(), PlainMath()
+    for product in (operations.linear, operations.linear_swiglu, operations.linear_gelu):
+        assert torch.equal(product(inputs, matrix, norm=norm), product(operations.norm(inputs, norm), matrix))
+    assert torch.equal(inputs, kept)

@@ -33,9 +33,13 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None)
     rows, width = hidden.shape
     normed = torch.empty_like(hidden)
     block = triton.next_power_of_2(width)
-    warps = max(1, min(16, block // _NUMBERS_PER_WARP))
-    _norm[(rows,)](hidden, weight, bias, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps)
+    _norm[(rows,)](hidden, weight, bias, normed, eps, WIDTH=width, BLOCK=block, num_warps=norm_warps(block))
     return normed
+
+
+def norm_warps(block: int) -> int:
+    """Return the warps that norm a row of `block` numbers: their number sets the order of its sums."""
+    return max(1, min(16, block // _NUMBERS_PER_WARP))
 
 
 @triton.jit
@@ -44,6 +48,14 @@ def _norm(hidden, weight, bias, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.cons
     inside = columns < WIDTH
     here = tl.program_id(0).to(tl.int64) * WIDTH + columns
     row = tl.load(hidden + here, mask=inside, other=0.0).to(tl.float32)
+    row = norm_row(row, weight, bias, eps, columns, WIDTH)
+    tl.store(normed + here, row.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_row(row, weight, bias, eps, columns, WIDTH: tl.constexpr):
+    """Return the norm of a float32 row, whose numbers from `WIDTH` on are zeros, and stay so."""
+    inside = columns < WIDTH
     factors = tl.load(weight + columns, mask=inside, other=0.0)
     if bias is not None:
         row = tl.where(inside, row - tl.sum(row) / WIDTH, 0.0)
@@ -51,7 +63,7 @@ def _norm(hidden, weight, bias, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.cons
     scaled = row * scale * factors
     if bias is not None:
         scaled += tl.load(bias + columns, mask=inside, other=0.0)
-    tl.store(normed + here, scaled.to(normed.dtype.element_ty), mask=inside)
+    return scaled
 
 
 def rotate_store(

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.elementwise import norm_row, norm_warps
 from triton_models.engine.kernels.linear import Tiling, combine, launch
+from triton_models.engine.models import Norm
 from triton_models.engine.quantised import Fp8Linear
 
 MAX_ROWS: Final = 64
@@ -25,6 +27,8 @@ _PROGRAMS = 300
 _MOST_SPLITS = 8
 _MIN_ROWS = 16
 """The fewest rows that the matrix units take."""
+_WARPS = 8
+"""Of a row that is rounded to 8 bits."""
 
 
 def tiling_for(outputs: int) -> Tiling:
@@ -36,7 +40,7 @@ def tiling_for(outputs: int) -> Tiling:
 
 
 def fp8_linear(
-    x: Tensor,
+    x: tuple[Tensor, Tensor],
     matrix: Fp8Linear,
     *,
     arrivals: Tensor,
@@ -49,25 +53,26 @@ def fp8_linear(
     Compiled as `kernels.linear.linear` is, for 16, 32 or 64 rows.
 
     Args:
-        x: [M, K], contiguous, M at most `MAX_ROWS`.
+        x: [M, K] from `quantise_rows`, M at most `MAX_ROWS`.
         matrix: [N, K]; gated: [2 * N, K], the gate first.
         arrivals: from `kernels.linear.new_arrivals`.
-        residual: [M, N], contiguous, in the dtype of `x`; not if gated.
+        residual: [M, N], contiguous, in the dtype of the model; not if gated.
         gated: `swiglu` of the product.
         tiling: how to divide the work; None: the choice of `tiling_for`.
 
     Returns:
-        [M, N] in the dtype of `x`; `residual` itself where it is given.
+        [M, N] in the dtype of the model; `residual` itself where it is given.
 
     Raises:
         ValueError: more rows than `MAX_ROWS`, or more split tiles than counters.
     """
-    rows, keys = x.shape
+    numbers, x_scales = x
+    rows, keys = numbers.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
     outputs = len(matrix.weight) // 2 if gated else len(matrix.weight)
-    out = residual if residual is not None else x.new_empty((rows, outputs))
-    numbers, x_scales = quantise_rows(x)
+    device = numbers.device
+    out = torch.empty((rows, outputs), dtype=matrix.dtype, device=device) if residual is None else residual
     tiling = tiling or tiling_for(outputs)
     tiles = triton.cdiv(outputs, tiling.block_n)
     block_m = max(_MIN_ROWS, triton.next_power_of_2(rows))
@@ -76,7 +81,7 @@ def fp8_linear(
         if tiles > len(arrivals):
             raise ValueError(f"{tiles} split tiles are more than {len(arrivals)} counters")
         shape = (tiles, tiling.splits, 1 + gated, block_m, tiling.block_n)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        partials = torch.empty(shape, dtype=torch.float32, device=device)
     launch(
         _fp8[tiles, tiling.splits],
         tiling,
@@ -90,31 +95,45 @@ def fp8_linear(
     return out
 
 
-def scaled_product(x: Tensor, matrix: Fp8Linear) -> Tensor:
-    """Return `matrix(x)` with the rows of `x` rounded to 8 bits, too, by the library: [M, K] gives [M, N].
+def scaled_product(x: tuple[Tensor, Tensor], matrix: Fp8Linear) -> Tensor:
+    """Return `matrix(x)` by the library: [M, K] gives [M, N].
 
     Args:
-        x: bfloat16, contiguous.
-        matrix: N and K are multiples of 16, as the library needs.
+        x: from `quantise_rows`.
+        matrix: of a model in bfloat16; N and K are multiples of 16, as the library needs.
     """
-    numbers, scales = quantise_rows(x)
+    numbers, scales = x
     product: Tensor = torch._scaled_mm(  # noqa: SLF001 - its only name
         numbers,
         matrix.weight.T,
         scale_a=scales[:, None],
         scale_b=matrix.scales[None, :],
         bias=matrix.bias,
-        out_dtype=x.dtype,
+        out_dtype=matrix.dtype,
     )
     return product
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x`, [M, K], as float8_e4m3fn times a scale for each row: [M, K], and [M] in float32."""
+def quantise_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """Return `x`, or its norm, as float8_e4m3fn times a scale for each row: [M, K], and [M] in float32.
+
+    `x`: [M, K], contiguous. The norm is that of `kernels.elementwise.norm`, bit for bit, in the same launch.
+    """
     rows, keys = x.shape
     numbers = torch.empty((rows, keys), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _quantise_rows[(rows,)](x, numbers, scales, KEYS=keys, BLOCK=triton.next_power_of_2(keys), num_warps=8)
+    block = triton.next_power_of_2(keys)
+    _quantise_rows[(rows,)](
+        x,
+        None if norm is None else norm.weight,
+        None if norm is None else norm.bias,
+        0.0 if norm is None else norm.epsilon,
+        numbers,
+        scales,
+        KEYS=keys,
+        BLOCK=block,
+        num_warps=_WARPS if norm is None else norm_warps(block),
+    )
     return numbers, scales
 
 
@@ -187,10 +206,16 @@ def _fp8(
 
 
 @triton.jit
-def _quantise_rows(x, numbers, scales, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+def _quantise_rows(x, weight, bias, eps, numbers, scales, KEYS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
+    if weight is not None:
+        # Threads take 16 bytes of `x`, not of `numbers`, as in `norm`: this sets the order of its sums.
+        k = tl.max_contiguous(k, 128 // x.dtype.element_ty.primitive_bitwidth)
     part = tl.load(x + row * KEYS + k, mask=k < KEYS, other=0.0).to(tl.float32)
+    if weight is not None:
+        # Rounded as a norm that is stored, so that its product is the same.
+        part = norm_row(part, weight, bias, eps, k, KEYS).to(x.dtype.element_ty).to(tl.float32)
     most = tl.max(tl.abs(part))
     scale = tl.where(most == 0, 1.0, most / 448)
     tl.store(scales + row, scale)

@@ -50,6 +50,16 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """A LayerNorm, or without a bias an RMSNorm; [width] float32, whatever the model's dtype."""
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+    """Added to the variance, or to the mean square."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkRows:
     """New tokens of one sequence: rows `start` to `end` - 1 of the step, from position `offset` on.
 
@@ -90,7 +100,7 @@ class Operations(Protocol):
     """What a model computes with. Unless a method says otherwise, it may overwrite the activations given.
 
     T is the number of tokens in the step. All tensors but the weights of norms, the rotary tables and slopes
-    have the model's dtype.
+    have the model's dtype. A product's `norm` is the one that its inputs get first, which stay as they are.
     """
 
     @property
@@ -113,15 +123,11 @@ class Operations(Protocol):
         """
         ...
 
-    def norm(self, hidden: Tensor, weight: Tensor, epsilon: float, bias: Tensor | None = None) -> Tensor:
-        """Return the LayerNorm of `hidden`, [T, width], or without a bias the RMSNorm; in float32.
-
-        `hidden` stays as it is. `weight`, `bias`: [width] float32; `epsilon` is added to the variance, or to
-        the mean square.
-        """
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """Return the norm of `hidden`, [T, width], computed in float32; `hidden` stays as it is."""
         ...
 
-    def linear(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return `matrix(inputs)`: [T, K] gives [T, N]."""
         ...
 
@@ -129,11 +135,11 @@ class Operations(Protocol):
         """Return `hidden + matrix(inputs)`: [T, N] and [T, K] give [T, N]."""
         ...
 
-    def linear_swiglu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`; no bias: [T, K] gives [T, N / 2]."""
         ...
 
-    def linear_gelu(self, inputs: Tensor, matrix: Linear) -> Tensor:
+    def linear_gelu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return GELU of `matrix(inputs)`, in its form with tanh: [T, K] gives [T, N]."""
         ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import KVShape, Operations
+from triton_models.engine.models import KVShape, Norm, Operations
 from triton_models.engine.models.positions import Rope, alibi, rotary_table
 
 
@@ -89,14 +89,6 @@ class DecoderConfig:
         return weights + self.layers * layer + (norms + tables) * torch.float32.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Weight and bias of a LayerNorm, or weight of an RMSNorm; float32, whatever the model's dtype."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One layer; norms are None where the model has none.
@@ -152,7 +144,8 @@ class Decoder:
 
         def norm(width: int = config.hidden) -> Norm:
             weight = torch.empty(width, dtype=torch.float32, device=device)
-            return Norm(weight, torch.empty_like(weight) if config.layer_norms else None)
+            bias = torch.empty_like(weight) if config.layer_norms else None
+            return Norm(weight, bias, config.epsilon)
 
         self.embedding = torch.empty((config.vocabulary, config.hidden), dtype=dtype, device=device)
         self.embedding_norm = norm() if config.layer_norms else None
@@ -199,10 +192,10 @@ class Decoder:
         """Compute all layers, but of the last one only the attention."""
         hidden = embedding(tokens, self.embedding)
         if self.embedding_norm is not None:
-            hidden = self._norm(hidden, self.embedding_norm, operations)
+            hidden = operations.norm(hidden, self.embedding_norm)
         for index, layer in enumerate(self.layers):
-            normed = self._norm(hidden, layer.input_norm, operations)
-            heads = operations.linear(normed, layer.qkv).view(len(tokens), -1, self.config.head_dim)
+            projected = operations.linear(hidden, layer.qkv, norm=layer.input_norm)
+            heads = projected.view(len(tokens), -1, self.config.head_dim)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._norm_heads(heads, layer.query_norm, layer.key_norm, operations)
             attended = operations.attend(index, heads, self.positions)
@@ -214,22 +207,19 @@ class Decoder:
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
         """Compute the last layer's feed-forward part, the final norm and the head."""
         hidden = self._feed_forward(self.layers[-1], hidden, operations)
-        return operations.linear(self._norm(hidden, self.final_norm, operations), self.head)
+        return operations.linear(hidden, self.head, norm=self.final_norm)
 
     def _feed_forward(self, layer: DecoderLayer, hidden: Tensor, operations: Operations) -> Tensor:
-        normed = self._norm(hidden, layer.feed_forward_norm, operations)
         activate = operations.linear_swiglu if self.config.gated else operations.linear_gelu
-        return self._add(hidden, activate(normed, layer.up), layer.down, layer.output_norm, operations)
-
-    def _norm(self, hidden: Tensor, norm: Norm, operations: Operations) -> Tensor:
-        return operations.norm(hidden, norm.weight, self.config.epsilon, norm.bias)
+        activated = activate(hidden, layer.up, norm=layer.feed_forward_norm)
+        return self._add(hidden, activated, layer.down, layer.output_norm, operations)
 
     def _norm_heads(self, heads: Tensor, query_norm: Norm, key_norm: Norm, operations: Operations) -> None:
         """Norm the query and key heads among `heads`, [T, heads, head_dim], in place."""
         queries, kv = self.config.query_heads, self.config.kv_heads
         for part, norm in ((heads[:, :queries], query_norm), (heads[:, queries : queries + kv], key_norm)):
             rows = part.reshape(-1, self.config.head_dim)
-            part.copy_(self._norm(rows, norm, operations).view(part.shape))
+            part.copy_(operations.norm(rows, norm).view(part.shape))
 
     def _add(
         self, hidden: Tensor, inputs: Tensor, matrix: Linear, norm: Norm | None, operations: Operations
@@ -237,4 +227,4 @@ class Decoder:
         """Return `hidden + matrix(inputs)`, with the second normed if there is a norm for it."""
         if norm is None:
             return operations.add_linear(hidden, inputs, matrix)
-        return hidden + self._norm(operations.linear(inputs, matrix), norm, operations)
+        return hidden + operations.norm(operations.linear(inputs, matrix), norm)

@@ -4,8 +4,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tests.triton_models.engine.kernels.test_linear import error, random
+from triton_models.engine.kernels.elementwise import norm
 from triton_models.engine.kernels.fp8 import MAX_ROWS, fp8_linear, quantise_rows, scaled_product, tiling_for
 from triton_models.engine.kernels.linear import Tiling, new_arrivals
+from triton_models.engine.models import Norm
 from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +45,7 @@ def test_both_sides_are_rounded_to_8_bits(
     x = random(rows, keys, dtype=torch.bfloat16, device=device)
     matrix = quantised(outputs, keys, device, bias=True)
     arrivals = new_arrivals(device)
-    product = fp8_linear(x, matrix, arrivals=arrivals, tiling=tiling(splits))
+    product = fp8_linear(quantise_rows(x), matrix, arrivals=arrivals, tiling=tiling(splits))
     assert product.dtype == torch.bfloat16
     assert error(product, exact(x, matrix)) < ERROR
     assert not arrivals.any()
@@ -54,8 +56,8 @@ def test_residual_is_added_in_place(device: torch.device) -> None:
     residual = random(4, 40, dtype=torch.bfloat16, device=device, seed=3)
     matrix = quantised(40, 256, device, bias=True)
     arrivals = new_arrivals(device)
-    expected = residual + fp8_linear(x, matrix, arrivals=arrivals, tiling=tiling(2))
-    result = fp8_linear(x, matrix, arrivals=arrivals, residual=residual, tiling=tiling(2))
+    expected = residual + fp8_linear(quantise_rows(x), matrix, arrivals=arrivals, tiling=tiling(2))
+    result = fp8_linear(quantise_rows(x), matrix, arrivals=arrivals, residual=residual, tiling=tiling(2))
     assert result is residual
     assert torch.equal(residual, expected)
 
@@ -64,7 +66,9 @@ def test_residual_is_added_in_place(device: torch.device) -> None:
 def test_gated_product(splits: int, device: torch.device) -> None:
     x = random(3, 200, dtype=torch.bfloat16, device=device)
     matrix = quantised(2 * 40, 200, device)
-    gated = fp8_linear(x, matrix, arrivals=new_arrivals(device), gated=True, tiling=tiling(splits))
+    gated = fp8_linear(
+        quantise_rows(x), matrix, arrivals=new_arrivals(device), gated=True, tiling=tiling(splits)
+    )
     gate, up = exact(x, matrix).chunk(2, dim=-1)
     assert gated.shape == (3, 40)
     assert error(gated, silu(gate) * up) < 3 * ERROR
@@ -76,8 +80,8 @@ def test_row_depends_on_nothing_else(companions: int, device: torch.device) -> N
     matrix = quantised(48, 256, device)
     arrivals = new_arrivals(device)
     x[0, 3] = torch.nan
-    together = fp8_linear(x, matrix, arrivals=arrivals, tiling=tiling(2))
-    alone = fp8_linear(x[-1:].clone(), matrix, arrivals=arrivals, tiling=tiling(2))
+    together = fp8_linear(quantise_rows(x), matrix, arrivals=arrivals, tiling=tiling(2))
+    alone = fp8_linear(quantise_rows(x[-1:].clone()), matrix, arrivals=arrivals, tiling=tiling(2))
     assert torch.equal(together[-1:], alone)
     assert together.isnan().any(dim=1).tolist() == [True] + [False] * companions
 
@@ -85,13 +89,15 @@ def test_row_depends_on_nothing_else(companions: int, device: torch.device) -> N
 def test_refuses_more_rows_than_it_is_for(device: torch.device) -> None:
     x = random(MAX_ROWS + 1, 32, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="65 rows"):
-        fp8_linear(x, quantised(16, 32, device), arrivals=new_arrivals(device))
+        fp8_linear(quantise_rows(x), quantised(16, 32, device), arrivals=new_arrivals(device))
 
 
 def test_refuses_more_split_tiles_than_there_are_counters(device: torch.device) -> None:
     x = random(1, 256, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="4 split tiles"):
-        fp8_linear(x, quantised(64, 256, device), arrivals=new_arrivals(device)[:3], tiling=tiling(2))
+        fp8_linear(
+            quantise_rows(x), quantised(64, 256, device), arrivals=new_arrivals(device)[:3], tiling=tiling(2)
+        )
 
 
 @pytest.mark.parametrize(("outputs", "splits"), [(4096, 4), (13696, 1), (65024, 1)])
@@ -110,10 +116,29 @@ def test_rows_are_rounded_to_8_bits(device: torch.device) -> None:
     assert ((again - x.float()).abs() <= x.float().abs() / 16 + scales[:, None] * 2**-9).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [128, 200, 2048, 3000, 4096])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_norm_before_it_is_the_norm_alone(
+    dtype: torch.dtype, width: int, device: torch.device, *, biased: bool
+) -> None:
+    hidden = random(4, width, dtype=dtype, device=device) * 3
+    hidden[1] = 0
+    hidden[2] *= 1e3
+    weight = random(width, dtype=torch.float32, device=device, seed=1)
+    bias = random(width, dtype=torch.float32, device=device, seed=2) if biased else None
+    kept = hidden.clone()
+    numbers, scales = quantise_rows(hidden, Norm(weight, bias, 1e-5))
+    expected, expected_scales = quantise_rows(norm(hidden, weight, 1e-5, bias))
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(hidden, kept)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_librarys_product_is_the_same(bias: bool, device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("the library has it for GPUs")
     x = random(5, 256, dtype=torch.bfloat16, device=device)
     matrix = quantised(48, 256, device, bias=bias)
-    assert error(scaled_product(x, matrix), exact(x, matrix)) < ERROR
+    assert error(scaled_product(quantise_rows(x), matrix), exact(x, matrix)) < ERROR

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,11 +27,13 @@ from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels import linear
+from triton_models.engine.kernels.fp8 import quantise_rows
 from triton_models.engine.kernels.linear import Tiling
 from triton_models.engine.kernels.tiles import TiledLinear, tiled
-from triton_models.engine.models import CausalModel, ChunkRows, KVShape, StepLayout
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import CausalModel, ChunkRows, KVShape, Norm, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
-from triton_models.engine.quantised import Int4Linear, Int8Linear, QuantisedLinear
+from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear, Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -177,6 +180,44 @@ def test_quantised_products_are_the_plain_ones(
     assert error(operations.add_linear(hidden.clone(), inputs, matrix), exact + hidden) < 2e-3
     gate, up = exact.chunk(2, dim=-1)
     assert error(operations.linear_swiglu(inputs, matrix), silu(gate) * up) < 5e-3
+
+
+@pytest.mark.parametrize("form", [Linear, Int8Linear, Fp8Linear])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("most", [64, 2])
+def test_products_of_normed_inputs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, form: type[Linear], most: int, *, biased: bool
+) -> None:
+    """By our kernels, and with more rows than they take; one launch norms rows and rounds them to 8 bits."""
+    if form is Fp8Linear and device.type == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs a GPU with products of 8-bit numbers")
+    for name in ("MAX_ROWS", "TILED_ROWS", "FP8_ROWS"):
+        monkeypatch.setattr(ops_cuda, name, most)
+    if device.type != "cuda":
+        # The library's, which is for GPUs.
+        monkeypatch.setattr(ops_cuda, "scaled_product", lambda x, by: by(x[0].float() * x[1][:, None]))
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
+    )
+    operations = CudaOperations(model, None, rows=1)
+    inputs = random(3, 256, dtype=torch.bfloat16, device=device)
+    plain = form.empty(256, 256, bias=False, dtype=torch.bfloat16, device=device)
+    plain.place.copy_(random(256, 256, dtype=torch.float32, device=device, seed=1) / 8)
+    matrix = tiled(plain)
+    weight = random(256, dtype=torch.float32, device=device, seed=2)
+    bias = random(256, dtype=torch.float32, device=device, seed=3) if biased else None
+    norm, kept = Norm(weight, bias, 1e-5), inputs.clone()
+    products = operations.linear, operations.linear_swiglu, operations.linear_gelu
+    normed = operations.norm(inputs, norm)
+    expected = [product(normed, matrix) for product in products]
+    launches = Mock(wraps=quantise_rows)
+    monkeypatch.setattr(ops_cuda, "quantise_rows", launches)
+    if form is Fp8Linear:
+        monkeypatch.setattr(ops_cuda, "norm_rows", None)
+    for product, result in zip(products, expected, strict=True):
+        assert torch.equal(product(inputs, matrix, norm=norm), result)
+    assert torch.equal(inputs, kept)
+    assert launches.call_count == (len(products) if form is Fp8Linear else 0)
 
 
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_pa
 from triton_models.checkpoint import load_model
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import Linear
+from triton_models.engine.models import Norm
 from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -41,9 +42,11 @@ class CountedRows(WholeSequence):
 
     rows = 0
 
-    def linear_swiglu(self, inputs: torch.Tensor, weight: Linear) -> torch.Tensor:
+    def linear_swiglu(
+        self, inputs: torch.Tensor, matrix: Linear, *, norm: Norm | None = None
+    ) -> torch.Tensor:
         self.rows += len(inputs)
-        return super().linear_swiglu(inputs, weight)
+        return super().linear_swiglu(inputs, matrix, norm=norm)
 
 
 def test_only_tokens_with_logits_go_through_the_last_feed_forward_part(golden: Golden) -> None:
