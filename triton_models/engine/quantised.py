@@ -59,6 +59,15 @@ class StoredWeights:
     """With 4 bits, [N, groups] float32, as in `Int4Linear`."""
 
 
+def product_by_parts(inputs: Tensor, expand: Callable[[int, int], Tensor], starts: range) -> Tensor:
+    """Return `inputs @ weight.T`, with a few of the weight's rows expanded at a time: [T, K] gives [T, N].
+
+    `expand` returns the rows `start` to `stop` - 1, or fewer at the end, in the dtype of `inputs`.
+    """
+    parts = [functional.linear(inputs, expand(start, start + starts.step)) for start in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
 class QuantisedLinear(Linear):
     """A matrix of few bits a weight, [N, K], and a bias in the model's dtype, [N], or None.
 
@@ -105,24 +114,10 @@ class QuantisedLinear(Linear):
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]; expands a few of its rows at a time."""
         wide = torch.float32 if _emulates(inputs) else self.dtype
-        return self.by_parts(
-            inputs.to(wide), lambda start, stop: self.exact(start, stop).to(wide), _PRODUCT_WEIGHTS
-        )
-
-    def by_parts(self, inputs: Tensor, expand: Callable[[int, int], Tensor], weights: int) -> Tensor:
-        """Return `inputs @ weight.T + bias` in the model's dtype.
-
-        Args:
-            inputs: [T, K].
-            expand: returns the weights of rows `start` to `stop` - 1 in the dtype of `inputs`.
-            weights: most weights that are expanded at once, but for those of one row.
-        """
-        step = max(1, weights // self.columns)
-        parts = [
-            functional.linear(inputs, expand(start, start + step)).to(self.dtype)
-            for start in range(0, len(self.weight), step)
-        ]
-        product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        starts = range(0, len(self.weight), max(1, _PRODUCT_WEIGHTS // self.columns))
+        product = product_by_parts(
+            inputs.to(wide), lambda start, stop: self.exact(start, stop).to(wide), starts
+        ).to(self.dtype)
         return product if self.bias is None else product.add_(self.bias)
 
     def dense(self, start: int, stop: int) -> Tensor:

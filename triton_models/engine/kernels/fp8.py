@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_models.engine.kernels.elementwise import norm_row, norm_warps
-from triton_models.engine.kernels.linear import Tiling, combine, launch
+from triton_models.engine.kernels.linear import Tiling, combine, launch, splits_for
 from triton_models.engine.models import Norm
 from triton_models.engine.quantised import Fp8Linear
 
@@ -22,9 +22,6 @@ MAX_ROWS: Final = 64
 """Most rows of `x`: with more, the library's product is faster (bench/LOG.md)."""
 
 _TILING = Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4)
-_PROGRAMS = 300
-"""How many programs to divide a product among at most: the best found on an H200 (bench/LOG.md)."""
-_MOST_SPLITS = 8
 _MIN_ROWS = 16
 """The fewest rows that the matrix units take."""
 _WARPS = 8
@@ -33,10 +30,7 @@ _WARPS = 8
 
 def tiling_for(outputs: int) -> Tiling:
     """Return the constants for a weight of N `outputs`: the same for any number of rows, since they round."""
-    tiles, splits = triton.cdiv(outputs, _TILING.block_n), 1
-    while splits < _MOST_SPLITS and 2 * splits * tiles <= _PROGRAMS:
-        splits *= 2
-    return replace(_TILING, splits=splits)
+    return replace(_TILING, splits=splits_for(triton.cdiv(outputs, _TILING.block_n)))
 
 
 def fp8_linear(

@@ -55,6 +55,7 @@ _stages: dict[tuple[object, ...], int] = {}
 
 _PROGRAMS = 3 * 132
 """Number of programs that a large GPU runs at once."""
+_QUANTISED_PROGRAMS, _MOST_SPLITS = 300, 8
 
 
 def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
@@ -74,6 +75,17 @@ def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> T
     tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(keys, block_k)
     splits = max(1, min(8, _PROGRAMS // tiles, steps))
     return Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=3)
+
+
+def splits_for(tiles: int) -> int:
+    """Return how many programs share K where weights are quantised, by the tiles of outputs.
+
+    So there are up to 300 programs: the best found on an H200 (bench/LOG.md).
+    """
+    splits = 1
+    while splits < _MOST_SPLITS and 2 * splits * tiles <= _QUANTISED_PROGRAMS:
+        splits *= 2
+    return splits
 
 
 def new_arrivals(device: torch.device) -> Tensor:

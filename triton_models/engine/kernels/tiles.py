@@ -10,6 +10,7 @@ weights that are written out a few at a time.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -18,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from triton_models.engine.kernels.linear import Tiling, combine, launch
+from triton_models.engine.kernels.linear import Tiling, combine, launch, splits_for
 from triton_models.engine.linear import Linear
-from triton_models.engine.quantised import GROUP, Int4Linear, Int8Linear
+from triton_models.engine.quantised import GROUP, Int4Linear, Int8Linear, product_by_parts
 
 MAX_ROWS: Final = 512
 """Most rows of `x`: with more, a library's products are faster (bench/LOG.md)."""
@@ -35,9 +36,6 @@ _MIN_ROWS, _MOST_ROWS = 16, 128
 """The fewest rows that the matrix units take, and the most that a program multiplies its weights with."""
 _FEW_ROWS = 32
 """Up to so many rows, reading the weights takes longest; with more, arithmetic does."""
-_PROGRAMS = 300
-"""How many programs to divide a product among at most: the best found on an H200 (bench/LOG.md)."""
-_MOST_SPLITS = 8
 _NIBBLE: Final = 4
 """Bits of the smaller numbers."""
 _PACKED_WEIGHTS = 2**23
@@ -82,18 +80,10 @@ class TiledLinear(Linear):
         else:
             self.scales = functional.pad(matrix.scales, (0, padding))
 
-    def packed(self) -> Linear:
-        """Return the matrix itself."""
-        return self
-
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias` by a library, of a few weights at a time: [T, K] gives [T, N]."""
         step = max(1, _EXPANDED_WEIGHTS // (TILE * self.columns)) * TILE
-        parts = [
-            functional.linear(inputs, expand(self, start, start + step))
-            for start in range(0, self.rows, step)
-        ]
-        product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        product = product_by_parts(inputs, partial(expand, self), range(0, self.rows, step))
         return product if self.bias is None else product.add_(self.bias)
 
 
@@ -106,9 +96,7 @@ def tiled(matrix: Linear) -> Linear:
 
 def tiling_for(outputs: int) -> Tiling:
     """Return the constants for a weight of N `outputs`: the same for any number of rows, since they round."""
-    tiles, splits = triton.cdiv(outputs, TILE), 1
-    while splits < _MOST_SPLITS and 2 * splits * tiles <= _PROGRAMS:
-        splits *= 2
+    splits = splits_for(triton.cdiv(outputs, TILE))
     return Tiling(block_n=TILE, block_k=GROUP, splits=splits, warps=4, stages=4)
 
 

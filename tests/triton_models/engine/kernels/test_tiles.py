@@ -190,4 +190,3 @@ def test_other_matrices_stay_as_they_are(device: torch.device) -> None:
     wide = quantised(Int8Linear, 2, 128, device=device, dtype=torch.float32)
     made = in_tiles(quantised(Int8Linear, 2, 128, device=device))
     assert all(tiled(each) is each for each in (plain, eight, wide, made))
-    assert made.packed() is made
