@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _ANSWERS_WITHIN_S = 15.0
 """From an engine's load to its first answered probe; the warm-up has generated a token already."""
+_POLL_ANSWER_S = 0.5
+UNLOADED_AGAIN = {EntryState.UNLOADING, EntryState.UNLOADED}
+"""States of a model just loaded that somebody else has unloaded since."""
 _DEAD_UNLOADS_WITHIN_S = 2.0
 """A dead instance holds no memory, but streams that ran on it keep it in state UNLOADING for ever."""
 
@@ -150,12 +153,20 @@ class ModelControl:
                 changed = await self._load_entry(model, backend)
             if replica is None:
                 replica = await backend.examine(model)  # what has no known contract is not served
-        if not await replica.ready_within(_ANSWERS_WITHIN_S):
-            raise UnavailableError(
-                f"The model {model!r} is loaded on {backend.address}, but does not answer "
-                f"({replica.reason}); it may have to be reloaded."
-            )
+            await self._await_answer(model, replica, client)
         return _changed("loaded", model, backend, changed=changed)
+
+    async def _await_answer(self, model: str, replica: Replica, client: Client) -> None:
+        """Wait until a loaded model answers, as long as nobody unloads it again."""
+        end = asyncio.get_running_loop().time() + _ANSWERS_WITHIN_S
+        while not await replica.ready_within(_POLL_ANSWER_S):
+            if (await client.repository()).get(model) in UNLOADED_AGAIN:
+                raise UnavailableError(f"The model {model!r} was unloaded again.")
+            if asyncio.get_running_loop().time() > end:
+                raise UnavailableError(
+                    f"The model {model!r} is loaded, but does not answer ({replica.reason}); "
+                    "it may have to be reloaded."
+                )
 
     async def _unload_on(self, model: str, backend: Backend, reason: UnloadReason) -> EntriesChanged:
         replica = backend.replicas.get(model)

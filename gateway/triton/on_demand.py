@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.errors import ConflictError, GatewayError, UnavailableError
-from gateway.triton.admin import ModelControl, UnloadReason
+from gateway.triton.admin import UNLOADED_AGAIN, ModelControl, UnloadReason
 from gateway.triton.affinity import rank
 from gateway.triton.backends import Backend, Backends
 from gateway.triton.client import EntryState
@@ -51,7 +51,6 @@ _ANSWERS_WITHIN_S = 15.0
 _FAILED_FOR_S = 10.0
 """So long after a failed load nobody's request starts another one."""
 _SEEN_EVERY_S = 0.02
-_TAKEN_AWAY = {EntryState.UNLOADING, EntryState.UNLOADED}
 _CLAIM_S = (0.05, 0.3)
 """Room that somebody else made must be seen for so long, drawn anew each time: they take it at once."""
 
@@ -217,9 +216,6 @@ class OnDemand:
     def _note(self, place: _Place) -> None:
         """Note what is new about the models of one Triton."""
         now = asyncio.get_running_loop().time()
-        for model, load in place.loading.items():
-            if model in place.ready_since and place.states.get(model) in _TAKEN_AWAY:
-                load.cancel()  # it would wait for an answer in vain
         ready = [model for model, state in place.states.items() if state is EntryState.READY]
         place.ready_since = {model: place.ready_since.get(model, now) for model in ready}
         for model in ready:
@@ -422,7 +418,7 @@ class OnDemand:
         _log.warning("model not loaded on demand", extra=extra)
         await self._read(place)
         crowded = not self._fits(place, model)
-        if crowded or (isinstance(error, UnavailableError) and place.states.get(model) in _TAKEN_AWAY):
+        if crowded or (isinstance(error, UnavailableError) and place.states.get(model) in UNLOADED_AGAIN):
             return
         sent = UnavailableError(
             f"The model {model!r} could not be loaded; the gateway's log says why.",

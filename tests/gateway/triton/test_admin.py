@@ -231,6 +231,19 @@ async def test_one_that_is_loaded_and_does_not_answer_is_told(
         await load(pool)
 
 
+async def test_one_that_is_unloaded_again_before_it_answers_is_not_waited_for(
+    triton: Any, serve: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("gateway.triton.admin._ANSWERS_WITHIN_S", 3600)
+    pool = await serve(triton)
+    triton.model.inputs = ("other",)
+    loading = asyncio.create_task(load(pool, reload=True))
+    await until(lambda: triton.orders == ["unload m", "load m"] and triton.model.state == "READY")
+    triton.model.state, triton.model.reason = "UNAVAILABLE", "unloaded"
+    with pytest.raises(UnavailableError, match="unloaded again"):
+        await loading
+
+
 async def test_many_tritons(tritons: Any, serve: Any) -> None:
     first, second, bare = await tritons(), await tritons(), await tritons()
     bare.models.clear()
