@@ -13,6 +13,13 @@ from triton_models.engine.blocks import KVCache
 from triton_models.engine.drafts import DraftLimits
 from triton_models.engine.linear import Linear, why_not_packed
 from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
+from triton_models.engine.ops_cpu import (
+    NotCompiledError,
+    compile_linear,
+    compiled,
+    cpu_operations,
+    cpu_sample,
+)
 from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
@@ -25,6 +32,11 @@ class StepOperations(Operations, Protocol):
 
     What needs no attention, such as a model's `logits`, needs no `begin`.
     """
+
+    @property
+    def clears_blocks(self) -> bool:
+        """Whether a block must be zeroed when it is allocated: attention reads masked positions, too."""
+        ...
 
     def begin(self, layout: StepLayout) -> None:
         """Prepare for the attention of another step; the step before is forgotten."""
@@ -50,8 +62,6 @@ class Backend:
     operations: Callable[[CausalModel, KVCache, int], StepOperations]
     """Called with the model, its KV cache and the largest number of decodes in a step."""
     sample: Callable[[Tensor, SamplerInputs], SamplerOutputs]
-    clears_blocks: bool
-    """Whether a block must be zeroed when it is allocated: attention also computes with masked positions."""
     graphs: bool
     """Whether steps are captured as CUDA graphs."""
     overlap: bool
@@ -67,7 +77,6 @@ class Backend:
 PLAIN = Backend(
     operations=TorchOperations,
     sample=sample,
-    clears_blocks=True,
     graphs=False,
     overlap=False,
     drafts=DraftLimits(),
@@ -79,10 +88,7 @@ PLAIN = Backend(
 def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Choose the fastest backend that runs on `device`."""
     if device.type == "cpu":
-        obstacle = why_not_packed(dtype)
-        matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
-        reason = f"torch operations for the CPU, {matrices}, {dtype}"
-        return replace(PLAIN, reason=reason, convert=methodcaller("packed") if obstacle is None else None)
+        return _cpu_backend(dtype)
     if device.type != "cuda":
         return PLAIN
     capability = torch.cuda.get_device_capability(device)
@@ -91,6 +97,28 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     if find_spec("triton") is None:
         return replace(PLAIN, reason="plain torch operations: the package triton is missing")
     return cuda_backend(dtype)
+
+
+def _cpu_backend(dtype: torch.dtype) -> Backend:
+    """Return the backend for a CPU: operations compiled for it in float32, or torch's and packed matrices."""
+    why = ""
+    if dtype is torch.float32:
+        try:
+            compiled()
+        except NotCompiledError as error:
+            why = f" ({error})"
+        else:
+            return replace(
+                PLAIN,
+                operations=cpu_operations,
+                sample=cpu_sample,
+                convert=compile_linear,
+                reason=f"operations compiled for this CPU, {dtype}",
+            )
+    obstacle = why_not_packed(dtype)
+    matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
+    reason = f"torch operations for the CPU{why}, {matrices}, {dtype}"
+    return replace(PLAIN, reason=reason, convert=methodcaller("packed") if obstacle is None else None)
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:
@@ -104,7 +132,6 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
     return Backend(
         operations=CudaOperations,
         sample=lambda logits, inputs: sample(logits, inputs, choose, penalise),
-        clears_blocks=False,
         graphs=True,
         overlap=True,
         drafts=DraftLimits(rows=256, worth=0.15, worth_more=1 / 96),

@@ -12,7 +12,7 @@ PADDING_BLOCK = 0
 """Never allocated: block tables are padded with it.
 
 It holds zeros, except in its first position: rows of the spare slot, which pad a step, write there. Backends
-whose attention computes with masked positions (`Backend.clears_blocks`) never pad steps this way.
+whose attention computes with masked positions (`clears_blocks`) never pad steps this way.
 """
 
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 _OUT, _IN = 80, 48
 """Shape of the matrix for the trial: small, and not a multiple of a large tile."""
 
-_SMALL = 200_000
-"""A float32 matrix of fewer numbers is multiplied sooner as it is, by few rows as by many."""
-
 _TOLERANCE = 0.05
 """Largest error, relative to the largest result. bfloat16 has 0.01; a misread matrix has over 1."""
 
@@ -49,8 +46,7 @@ class Linear:
 
     def packed(self) -> "Linear":
         """Return the matrix in the form that suits a CPU; a packed one as it is."""
-        small = self.weight.dtype is torch.float32 and self.weight.numel() < _SMALL
-        return self if small else PackedLinear(self)
+        return PackedLinear(self)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""

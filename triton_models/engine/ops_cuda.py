@@ -31,6 +31,8 @@ _FP8_MULTIPLE = 16
 class CudaOperations:
     """`StepOperations` of a model whose steps run one after the other on one stream."""
 
+    clears_blocks = False
+
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:
         kv = model.kv_shape
         self._cache = cache

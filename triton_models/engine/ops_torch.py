@@ -59,6 +59,8 @@ class TorchOperations(PlainMath):
     and values are never repeated in memory.
     """
 
+    clears_blocks = True
+
     def __init__(self, model: CausalModel, cache: KVCache, rows: int) -> None:  # noqa: ARG002 - kernels need all
         self._cache = cache
 

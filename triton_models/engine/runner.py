@@ -238,7 +238,7 @@ class Runner:
             slots += [self._slots.spare] * captured.padding(len(slots))
         staging.integers("decode_slots", slots)
         staging.integers("tiles", [number for tile in tiles for number in tile])
-        staging.integers("new_blocks", step.new_blocks if self._backend.clears_blocks else [])
+        staging.integers("new_blocks", step.new_blocks if self._operations.clears_blocks else [])
         staging.integers("copies", [block for column in zip(*step.copies, strict=True) for block in column])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
         return captured

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tests.triton_models.engine.fake_model import ids, request, run
-from triton_models.engine import backend, linear
+from triton_models.engine import backend
 from triton_models.engine.backend import PLAIN, choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.linear import PackedLinear, why_not_packed
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.models.positions import Rope
+from triton_models.engine.ops_cpu import CompiledLinear, NotCompiledError
 from triton_models.engine.settings import EngineSettings
 
 CPU = torch.device("cpu")
@@ -50,24 +51,47 @@ def answer(engine: Engine) -> list[int]:
     return ids(run(engine)["r"])
 
 
-def test_a_processor_multiplies_by_packed_matrices(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(linear, "_SMALL", 0)
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a C compiler."""
+
+    def fail() -> None:
+        raise NotCompiledError("no compiler")
+
+    monkeypatch.setattr(backend, "compiled", fail)
+
+
+def test_a_processor_computes_by_what_is_compiled_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    expected = answer(Engine(small_model(), EngineSettings(), backend=PLAIN))
+    model = small_model()
+    with caplog.at_level(logging.INFO):
+        engine = Engine(model, EngineSettings())
+    assert "operations compiled for this CPU" in caplog.text
+    matrices = [model.head] + [layer.down for layer in model.layers]
+    assert all(isinstance(each, CompiledLinear) for each in matrices)
+    assert answer(engine) == expected
+    # Whoever computes with the model afterwards, by the plain operations or in another engine, still can.
+    assert answer(Engine(model, EngineSettings(), backend=PLAIN)) == expected
+    assert answer(Engine(model, EngineSettings())) == expected
+    assert model.head is matrices[0]
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_it_multiplies_by_packed_matrices(caplog: pytest.LogCaptureFixture) -> None:
     assert why_not_packed(torch.float32) is None
     expected = answer(Engine(small_model(), EngineSettings(), backend=PLAIN))
     model = small_model()
     with caplog.at_level(logging.INFO):
         engine = Engine(model, EngineSettings())
-    assert "packed matrices" in caplog.text
-    assert isinstance(model.head, PackedLinear)
-    assert all(isinstance(layer.down, PackedLinear) for layer in model.layers)
+    assert "torch operations for the CPU (no compiler), packed matrices" in caplog.text
+    matrices = [model.head] + [layer.down for layer in model.layers]
+    assert all(isinstance(each, PackedLinear) for each in matrices)
     assert answer(engine) == expected
-    # Whoever computes with the model afterwards, by the plain operations or in another engine, still can.
     assert answer(Engine(model, EngineSettings(), backend=PLAIN)) == expected
     assert answer(Engine(model, EngineSettings())) == expected
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_where_they_cannot_be_packed_they_stay_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,14 +40,6 @@ def test_what_is_packed_stays_so() -> None:
     assert packed.packed() is packed
 
 
-def test_a_small_matrix_stays_as_it_is_in_float32() -> None:
-    small, large = Linear(torch.ones(4, 4)), Linear(torch.ones(700, 300))
-    assert small.packed() is small
-    assert isinstance(large.packed(), PackedLinear)
-    if why_not_packed(torch.bfloat16) is None:
-        assert isinstance(Linear(torch.ones(4, 4).bfloat16()).packed(), PackedLinear)
-
-
 def test_a_dtype_without_such_products_is_told() -> None:
     assert why_not_packed(torch.float64)
 

@@ -1,0 +1,285 @@
+import platform
+import random
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from tests.triton_models.engine import paged
+from tests.triton_models.engine.paged import Heads, PagedSequence, attend_in_turns
+from triton_models.engine import ops_cpu, sampler
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import Alibi, Norm, Rotary
+from triton_models.engine.ops_cpu import (
+    CompiledLinear,
+    CpuOperations,
+    NotCompiledError,
+    choose,
+    compile_linear,
+    compiled,
+    cpu_operations,
+)
+from triton_models.engine.ops_torch import PlainMath, TorchOperations
+from triton_models.engine.quantised import Int8Linear
+from triton_models.engine.sampler import SamplerInputs
+
+ROWS = [0, 1, 2, 5, 6, 7, 8, 9, 63, 64, 65, 130]
+"""Of which the products take some together, and tiles of 64."""
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many threads for any work, however little."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+def operations(heads: Heads, block_size: int = 16, blocks: int = 30) -> CpuOperations:
+    return CpuOperations(heads.model, heads.cache(blocks, block_size))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("outputs", "columns"), [(1, 1), (7, 33), (64, 64), (130, 513), (96, 1100), (600, 700)]
+)
+def test_products_of_any_shape(outputs: int, columns: int) -> None:
+    torch.manual_seed(outputs)
+    weight, bias = torch.randn(outputs, columns), torch.randn(outputs)
+    plain, biased = CompiledLinear(Linear(weight)), CompiledLinear(Linear(weight, bias))
+    inputs, hidden = torch.randn(ROWS[-1], columns), torch.randn(ROWS[-1], outputs)
+    product = inputs.double() @ weight.double().T
+    for rows in ROWS:
+        for given, expected in (
+            (plain(inputs[:rows]), product),
+            (biased(inputs[:rows]), product + bias),
+            (plain.add(hidden[:rows], inputs[:rows]), product + hidden),
+            (biased.add(hidden[:rows], inputs[:rows]), product + hidden + bias),
+        ):
+            assert given.dtype == torch.float32
+            torch.testing.assert_close(given.double(), expected[:rows], rtol=1e-6, atol=1e-3)
+
+
+def test_inputs_may_be_views() -> None:
+    torch.manual_seed(1)
+    weight = torch.randn(40, 24)
+    inputs, hidden = torch.randn(24, 6).T, torch.randn(40, 6).T
+    matrix = CompiledLinear(Linear(weight))
+    torch.testing.assert_close(matrix(inputs), inputs @ weight.T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(matrix.add(hidden, inputs), hidden + inputs @ weight.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [48, 32, 20])  # the last is not made of whole panels
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_products(width: int, *, biased: bool) -> None:
+    torch.manual_seed(width)
+    own = operations(Heads(2, 2, 8))
+    plain = Linear(torch.randn(2 * width, 40), torch.randn(2 * width) if biased else None)
+    norm = Norm(torch.randn(40), None, 1e-5)
+    for rows in ROWS:
+        inputs = torch.randn(rows, 40)
+        for given, normed in ((None, inputs), (norm, PlainMath().norm(inputs, norm))):
+            gate, up = plain(normed).double().chunk(2, dim=-1)
+            result = own.linear_swiglu(inputs, CompiledLinear(plain), norm=given)
+            torch.testing.assert_close(result.double(), silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+def test_a_result_does_not_depend_on_the_rows_beside_it() -> None:
+    torch.manual_seed(2)
+    own = operations(Heads(2, 2, 8))
+    matrix, norm = CompiledLinear(Linear(torch.randn(96, 1100))), Norm(torch.randn(1100), None, 1e-5)
+    inputs, hidden = torch.randn(130, 1100), torch.randn(130, 96)
+    computed = own.linear(inputs, matrix, norm=norm), own.add_linear(hidden, inputs, matrix)
+    gated = own.linear_swiglu(inputs, matrix)
+    for start, stop in ((0, 1), (3, 5), (7, 16), (64, 130)):
+        part = inputs[start:stop]
+        assert torch.equal(own.linear(part, matrix, norm=norm), computed[0][start:stop])
+        assert torch.equal(own.add_linear(hidden[start:stop], part, matrix), computed[1][start:stop])
+        assert torch.equal(own.linear_swiglu(part, matrix), gated[start:stop])
+
+
+def test_only_plain_matrices_of_float32_are_compiled() -> None:
+    matrix = compile_linear(Linear(torch.ones(4, 4)))
+    assert isinstance(matrix, CompiledLinear)
+    assert compile_linear(matrix) is matrix
+    quantised = Int8Linear.empty(4, 32, bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    assert compile_linear(quantised) is quantised
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("width", [16, 24, 4096])
+def test_norm(width: int, size: float) -> None:
+    torch.manual_seed(1)
+    hidden, weight = size * torch.randn(70, width), torch.randn(width)
+    kept = hidden.clone()
+    norm = Norm(weight, None, 1e-5)
+    torch.testing.assert_close(operations(Heads(2, 2, 8)).norm(hidden, norm), PlainMath().norm(hidden, norm))
+    assert torch.equal(hidden, kept)
+    views = hidden.T.contiguous().T
+    torch.testing.assert_close(operations(Heads(2, 2, 8)).norm(views, norm), PlainMath().norm(hidden, norm))
+
+
+def test_layer_norms_are_torchs() -> None:
+    hidden, norm = torch.randn(3, 32), Norm(torch.randn(32), torch.randn(32), 1e-5)
+    assert torch.equal(operations(Heads(2, 2, 8)).norm(hidden, norm), PlainMath().norm(hidden, norm))
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+SHAPES = [Heads(6, 2, 8), Heads(4, 4, 32), Heads(12, 2, 40), Heads(16, 1, 64), Heads(3, 3, 7)]
+shapes = pytest.mark.parametrize(
+    "heads", SHAPES, ids=lambda heads: f"{heads.heads}-{heads.kv_heads}-{heads.head_dim}"
+)
+
+
+@pytest.mark.usefixtures("threads")
+@shapes
+@pytest.mark.parametrize("position", [None, "rotary", "alibi"])
+def test_any_mixture_of_decodes_and_chunks_equals_whole_sequences(heads: Heads, position: str | None) -> None:
+    torch.manual_seed(3)
+    numbers = random.Random(1)
+    angles = torch.rand(400, max(1, heads.head_dim // 4)) * 6
+    rotary = {
+        None: None,
+        "rotary": Rotary(angles.cos(), angles.sin()),
+        "alibi": Alibi(torch.rand(heads.heads)),
+    }[position]
+    for block_size in (16, 64):
+        cache = heads.cache(60, block_size)
+        own = CpuOperations(heads.model, cache)
+        blocks = list(range(1, 61))
+        numbers.shuffle(blocks)
+        sequences = [
+            PagedSequence(length, [blocks.pop() for _ in range(-(-length // block_size))], heads, rotary)
+            for length in (290, 64, 17, 1)
+        ]
+        step = partial(paged.attend, own, block_size, 1, rotary=rotary)
+        attend_in_turns(step, sequences, numbers, counts=(0, 1, 1, 9, 40, 130))
+        assert cache.keys[0, 1:].isnan().all()
+
+
+@shapes
+def test_a_rows_attention_does_not_depend_on_how_its_sequence_was_divided(heads: Heads) -> None:
+    torch.manual_seed(4)
+    sequence, other = PagedSequence(200, list(range(13, 0, -1)), heads), PagedSequence(5, [14], heads)
+    whole = paged.attend(operations(heads), 16, 0, [], [(sequence, 0, 200)])
+    own = operations(heads)
+    for start, end in ((0, 3), (3, 150), (150, 199)):
+        parts = paged.attend(own, 16, 0, [], [(sequence, start, end), (other, 0, 5)])
+        assert torch.equal(parts[: end - start], whole[start:end])
+    assert torch.equal(paged.attend(own, 16, 0, [(sequence, 199)], [])[0], whole[199])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86's")
+@pytest.mark.usefixtures("compiles_anew")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
+def test_processors_with_shorter_registers(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [f"-march={level}" if flag == "-march=native" else flag for flag in ops_cpu._FLAGS]
+    monkeypatch.setattr(ops_cpu, "_FLAGS", flags)
+    assert compiled().lanes() == {"x86-64-v3": 8, "x86-64": 4}[level]
+    test_products_of_any_shape(130, 513)
+    test_gated_products(48, biased=True)
+    for heads in SHAPES[:3]:
+        test_any_mixture_of_decodes_and_chunks_equals_whole_sequences(heads, "rotary")
+    test_the_same_tokens_are_chosen_as_in_python(2047)
+
+
+def test_what_is_not_finite_is_not_hidden() -> None:
+    heads = Heads(2, 2, 8)
+    sequence = PagedSequence(20, [1, 2], heads)
+    own = operations(heads)
+    paged.attend(own, 16, 0, [], [(sequence, 0, 19)])
+    projected = sequence.projected[19:].clone()
+    projected[0, 0, 0] = torch.nan
+    own.begin(paged.layout([(sequence, 19)], [], 16))
+    attended = own.attend(0, projected, None).view(2, 8)
+    assert attended[0].isnan().all()
+    assert attended[1].isfinite().all()
+
+
+def test_other_sizes_of_blocks_are_torchs() -> None:
+    heads = Heads(2, 2, 8)
+    assert isinstance(cpu_operations(heads.model, heads.cache(4, 4), 1), TorchOperations)
+    assert isinstance(cpu_operations(heads.model, heads.cache(4, 16), 1), CpuOperations)
+
+
+def rules(rows: int, **changes: Tensor | bool) -> SamplerInputs:
+    fields: dict[str, Tensor | bool] = {
+        "temperatures": torch.rand(rows) * 1.5 + 0.3,
+        "seeds": torch.randint(0, 2**40, (rows,)),
+        "counters": torch.randint(0, 4000, (rows,)),
+        "top_k": torch.zeros(rows, dtype=torch.int64),
+        "top_p": torch.ones(rows, dtype=torch.float64),
+        "min_p": torch.zeros(rows, dtype=torch.float64),
+    }
+    return SamplerInputs(**fields | changes)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("vocabulary", [1, 5, 64, 2047, 30_000])
+def test_the_same_tokens_are_chosen_as_in_python(vocabulary: int) -> None:
+    torch.manual_seed(vocabulary)
+    for spread in (0.1, 2.0, 30.0):
+        logits = torch.randn(50, vocabulary) * spread
+        logits[torch.rand(logits.shape) < 0.1] = -torch.inf
+        inputs = rules(50)
+        inputs.temperatures[::5] = 0
+        assert torch.equal(choose(logits.clone(), inputs), sampler.choose(logits, inputs))
+
+
+def test_so_they_are_of_rows_with_limits() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(40, 300)
+    inputs = rules(40, truncated=True)
+    inputs.top_k[:10], inputs.top_p[5:20], inputs.min_p[15:30] = 7, 0.8, 0.1
+    inputs.temperatures[::3] = 0
+    logits[2], logits[3, 4], logits[4, 5] = -torch.inf, torch.nan, torch.inf
+    given, expected = choose(logits.clone(), inputs), sampler.choose(logits, inputs)
+    assert given[1].tolist() == expected[1].tolist() == [int(row not in {2, 3, 4}) for row in range(40)]
+    whole = given[1].bool()
+    assert torch.equal(given[:, whole], expected[:, whole])
+    assert given[2, 2] == expected[2, 2] == 0
+
+
+def test_of_equal_logits_the_first_is_the_most_likely() -> None:
+    logits = torch.zeros(2, 100)
+    logits[1, 70:] = 1
+    assert choose(logits, rules(2, temperatures=torch.zeros(2)))[0].tolist() == [0, 70]
+
+
+@pytest.mark.usefixtures("compiles_anew")
+def test_without_a_compiler_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotCompiledError, match="no C compiler was found"):
+        compiled()
+
+
+@pytest.mark.usefixtures("compiles_anew")
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'it is broken' >&2; exit 1", "it is broken"),
+        ("exit 1", "it ended with 1"),
+        ("exec sleep 60", "timed out"),
+        ("while [ $1 != -o ]; do shift; done; echo nothing > $2", "ops_cpu.so"),
+    ],
+)
+def test_a_compiler_that_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reason: str
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!{shutil.which('sh')}\n{script}\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(ops_cpu, "_COMPILES_WITHIN_S", 0.5)
+    with pytest.raises(NotCompiledError, match=reason):
+        compiled()

@@ -1,0 +1,262 @@
+"""A step's operations for CPUs in float32, compiled for the CPU at hand: `ops_cpu.c` is built at the start.
+
+A call of a torch operator costs as much as a small product, and attention is dozens of them, which copy all
+keys and values besides. Here a layer is seven calls.
+"""
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triton_models.engine.blocks import KVCache
+from triton_models.engine.draw import row_keys
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Norm, Rotary, StepLayout
+from triton_models.engine.ops_torch import PlainMath, TorchOperations
+from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, draw_rows, sample
+from triton_models.engine.sampling import GREEDY_BELOW
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_COMPILERS = "cc", "gcc", "clang"
+_FLAGS = "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-w"
+_COMPILES_WITHIN_S = 60
+_LANES = 16
+"""The widths of norms are multiples of the source's, of which this is the largest."""
+_SIZES = 16, 32, 64, 128
+"""Sizes of KV blocks that its attention takes."""
+_TILE_ROWS = 8
+"""Most rows of a prompt that one thread takes at a time."""
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "product": (
+        *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    ),
+    "rms_norm": (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
+    "choose": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+    "attend": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p),
+}
+
+
+class _Step(ctypes.Structure):
+    """`struct step` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("positions", "slots", "tables", "tiles")),
+        *((name, c_int64) for name in ("rows", "width", "tile_count")),
+        *((name, c_int) for name in ("size", "heads", "kv_heads", "dim", "threads")),
+    )
+
+
+class NotCompiledError(Exception):
+    """The operations cannot be had on this machine; the message says why."""
+
+
+@cache
+def compiled() -> ctypes.CDLL:
+    """Compile the operations for this CPU, and return them.
+
+    It takes a third of a second, so nothing is kept for the next process.
+
+    Raises:
+        NotCompiledError: there is no compiler, or it failed.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise NotCompiledError("no C compiler was found")
+    try:
+        # Once loaded, the file may go.
+        with tempfile.TemporaryDirectory(prefix="tritongate-", ignore_cleanup_errors=True) as folder:
+            loaded = _build(compiler, Path(folder) / "ops_cpu.so")
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.splitlines() or [f"it ended with {error.returncode}"]
+        raise NotCompiledError(f"{compiler}: {lines[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotCompiledError(str(error)) from error
+    for name, types in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = types, None
+    loaded.lanes.argtypes, loaded.lanes.restype = (), c_int
+    return loaded
+
+
+def _build(compiler: str, library: Path) -> ctypes.CDLL:
+    command = [compiler, *_FLAGS, "-o", str(library), str(_SOURCE), "-lm"]
+    # Our own source, by the compiler of this machine.
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILES_WITHIN_S)  # noqa: S603
+    return ctypes.CDLL(str(library))
+
+
+def cpu_operations(model: CausalModel, cache: KVCache, rows: int) -> "CpuOperations | TorchOperations":
+    """Return the compiled operations, or torch's where blocks have a size for which there are none.
+
+    Raises:
+        NotCompiledError: see `compiled`.
+    """
+    if cache.block_size not in _SIZES:
+        return TorchOperations(model, cache, rows)
+    return CpuOperations(model, cache)
+
+
+class CompiledLinear(Linear):
+    """A float32 matrix in the order in which the compiled product reads it: see the source.
+
+    `weight`: [panels, K, 2, lanes], which are the numbers of the matrix, and zeros that make its halves whole
+    panels.
+    """
+
+    def __init__(self, plain: Linear) -> None:
+        self.compiled = compiled()
+        self.outputs, columns = plain.weight.shape
+        lanes = self.compiled.lanes()
+        panels = -(-self.outputs // (2 * lanes))
+        padded = functional.pad(plain.weight, (0, 0, 0, 2 * panels * lanes - self.outputs))
+        weight = padded.view(2, panels, lanes, columns).permute(1, 3, 0, 2).contiguous()
+        super().__init__(weight, plain.bias)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""
+        return self.product(inputs)
+
+    def add(self, hidden: Tensor, inputs: Tensor) -> Tensor:
+        """Return `hidden + inputs @ weight.T + bias`: [T, N] and [T, K] give [T, N]."""
+        return self.product(inputs, added=hidden.contiguous())
+
+    def product(self, inputs: Tensor, *, added: Tensor | None = None, gated: bool = False) -> Tensor:
+        """Return the product, [T, N]; `gated`: silu(first half) * second half, [T, N / 2]."""
+        inputs = inputs.contiguous()
+        rows, columns = inputs.shape
+        outputs, bias = self.outputs, self.bias
+        results = torch.empty((rows, outputs // 2 if gated else outputs), dtype=torch.float32)
+        self.compiled.product(
+            *(inputs.data_ptr(), rows, columns, self.weight.data_ptr(), outputs),
+            *(bias if bias is None else bias.data_ptr(), added if added is None else added.data_ptr()),
+            *(gated, results.data_ptr(), torch.get_num_threads()),
+        )
+        return results
+
+    @property
+    def whole(self) -> bool:
+        """Whether no panel has zeros, as gated products need."""
+        return self.outputs == 2 * self.weight.shape[0] * self.weight.shape[3]
+
+
+def compile_linear(matrix: Linear) -> Linear:
+    """Return a plain float32 matrix in its compiled form; another one as it is."""
+    return CompiledLinear(matrix) if type(matrix) is Linear else matrix
+
+
+class CpuOperations(PlainMath):
+    """`StepOperations` by compiled code; all tensors are float32, on the CPU.
+
+    The order of the numbers in a block of the cache is its own. A row's attention depends neither on the
+    other rows of the step nor on how its sequence was divided into steps.
+    """
+
+    clears_blocks = False
+
+    def __init__(self, model: CausalModel, cache: KVCache) -> None:
+        self._compiled = compiled()
+        self._cache = cache
+        self._step = _Step(
+            size=cache.block_size,
+            heads=model.query_heads,
+            kv_heads=model.kv_shape.heads,
+            dim=model.kv_shape.head_dim,
+        )
+        self._width = model.query_heads * model.kv_shape.head_dim
+
+    def begin(self, layout: StepLayout) -> None:
+        """Divide the rows of a step among threads."""
+        self.positions = layout.positions
+        starts = list(range(len(layout.decode_lengths)))
+        for chunk in layout.chunks:
+            starts += range(chunk.start, chunk.end, _TILE_ROWS)
+        rows = len(layout.positions)
+        tiles = torch.tensor([*starts, rows], dtype=torch.int32)
+        self._kept = layout, tiles  # what the pointers lead to
+        step = self._step
+        step.positions, step.slots = layout.positions.data_ptr(), layout.slots.data_ptr()
+        step.tables, step.width = layout.tables.data_ptr(), layout.tables.shape[1]
+        step.tiles, step.tile_count = tiles.data_ptr(), len(starts)
+        step.rows, step.threads = rows, torch.get_num_threads()
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - it has none
+        """Return []: they are made of the chunks themselves."""
+        return []
+
+    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - it has none
+        """Return 0: they are made of the chunks themselves."""
+        return 0
+
+    def reset(self) -> None:
+        """Do nothing: steps share no state."""
+
+    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
+        """Rotate, store and attend; see `Operations` for the shapes."""
+        cache, projected = self._cache, projected.contiguous()
+        attended = torch.empty((len(projected), self._width), dtype=torch.float32)
+        cos = sin = slopes = None
+        pairs = 0
+        if isinstance(rotary, Rotary):
+            cos, sin, pairs = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1]
+        elif rotary is not None:
+            slopes = rotary.slopes.data_ptr()
+        self._compiled.attend(
+            *(byref(self._step), projected.data_ptr(), cos, sin, pairs, slopes),
+            *(cache.keys[layer].data_ptr(), cache.values[layer].data_ptr(), attended.data_ptr()),
+        )
+        return attended
+
+    def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
+        """Return the norm of [T, width]."""
+        if norm.bias is not None or hidden.shape[-1] % _LANES:
+            return super().norm(hidden, norm)
+        hidden = hidden.contiguous()
+        normed = torch.empty_like(hidden)
+        arguments = hidden.data_ptr(), *hidden.shape, norm.weight.data_ptr(), norm.epsilon
+        self._compiled.rms_norm(*arguments, normed.data_ptr(), torch.get_num_threads())
+        return normed
+
+    def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
+        """Return silu(first half) * second half of `matrix(inputs)`."""
+        if not isinstance(matrix, CompiledLinear) or not matrix.whole:
+            return super().linear_swiglu(inputs, matrix, norm=norm)
+        return matrix.product(inputs if norm is None else self.norm(inputs, norm), gated=True)
+
+
+def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
+    """Choose tokens by compiled code, but for rows with a top_k, top_p or min_p; a `Chooser`."""
+    logits = logits.contiguous()
+    rows, vocabulary = logits.shape
+    status = torch.empty((3, rows), dtype=torch.int64)
+    keys = row_keys(inputs.seeds.numpy(), inputs.counters.numpy())
+    temperatures = inputs.temperatures.where(inputs.temperatures >= GREEDY_BELOW, 0)
+    raced = temperatures
+    if inputs.truncated:
+        truncated = (inputs.min_p > 0) | (inputs.top_p < 1) | (inputs.top_k > 0)
+        raced = temperatures.where(~truncated, 0)
+    compiled().choose(
+        *(logits.data_ptr(), rows, vocabulary, raced.data_ptr()),
+        *(keys.ctypes.data, status.data_ptr(), torch.get_num_threads()),
+    )
+    if inputs.truncated:
+        numbers, tokens = logits.numpy(), status[0].numpy()
+        drawn = np.flatnonzero(((temperatures > raced) & (status[2] > 0)).numpy())
+        draw_rows(numbers, tokens, drawn[np.isfinite(numbers[drawn, tokens[drawn]])], keys, inputs)
+    return status
+
+
+def cpu_sample(logits: Tensor, inputs: SamplerInputs) -> SamplerOutputs:
+    """Return a step's tokens; see `sample`."""
+    return sample(logits, inputs, choose)
