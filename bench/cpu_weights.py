@@ -71,9 +71,9 @@ class _Seconds:
 
 
 def make_engine(size: str, form: str, batch: int) -> Engine:
-    """Return an engine with random weights, as it is served on a CPU: quantised ones compute in bfloat16."""
+    """Return an engine with random weights, as it is served on a CPU: quantised ones compute in float32."""
     quantization = form if form in QUANTISATIONS else None
-    dtype = torch.bfloat16 if quantization else getattr(torch, form)
+    dtype = torch.float32 if quantization else getattr(torch, form)
     model = random_model(SIZES[size], dtype=dtype, device=torch.device("cpu"), quantization=quantization)
     settings = EngineSettings(
         max_running=batch, max_context=512, kv_blocks=(batch + 1) * 32, draft_tokens=0, prefix_cache=False

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from operator import methodcaller
 from typing import Protocol
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.drafts import DraftLimits
-from triton_models.engine.linear import Linear, why_not_packed
+from triton_models.engine.linear import Linear, pack, why_not_packed
 from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
 from triton_models.engine.ops_cpu import (
     NotCompiledError,
@@ -118,7 +117,7 @@ def _cpu_backend(dtype: torch.dtype) -> Backend:
     obstacle = why_not_packed(dtype)
     matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
     reason = f"torch operations for the CPU{why}, {matrices}, {dtype}"
-    return replace(PLAIN, reason=reason, convert=methodcaller("packed") if obstacle is None else None)
+    return replace(PLAIN, reason=reason, convert=pack if obstacle is None else None)
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:

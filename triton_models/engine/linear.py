@@ -44,10 +44,6 @@ class Linear:
         """What the checkpoint's tensor is copied to: the weight, or what turns a copy into it."""
         return self.weight
 
-    def packed(self) -> "Linear":
-        """Return the matrix in the form that suits a CPU; a packed one as it is."""
-        return PackedLinear(self)
-
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""
         return functional.linear(inputs, self.weight, self.bias)
@@ -75,14 +71,15 @@ class PackedLinear(Linear):
         product: Tensor = _products().default(inputs, self.weight, self.bias, "none", [], "")
         return product
 
-    def packed(self) -> Linear:
-        """Return the matrix itself."""
-        return self
-
     def add(self, hidden: Tensor, inputs: Tensor) -> Tensor:
         """Return `hidden + inputs @ weight.T + bias`; in 16 bits the sum is rounded only once."""
         total: Tensor = _products().binary(inputs, hidden, self.weight, self.bias, "add")
         return total
+
+
+def pack(matrix: Linear) -> Linear:
+    """Return a plain matrix in its packed form; another one as it is."""
+    return PackedLinear(matrix) if type(matrix) is Linear else matrix
 
 
 def why_not_packed(dtype: torch.dtype) -> str | None:

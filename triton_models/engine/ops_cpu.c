@@ -5,7 +5,8 @@ Each row of a step is one token. A tensor of torch's is a pointer to its first n
 rows beside it, or on their number.
 
 A matrix [N, K] is stored as [panels, K, 2, LANES]: a panel is LANES rows of its first half and as many of its
-second. Halves are rounded up to whole panels, with zeros.
+second. Halves are rounded up to whole panels, with zeros. With 4 bits, a byte holds a number of each half, the
+first one's in its low bits: [panels, K, LANES].
 
 A block of the KV cache has as many numbers as `blocks.py` says, in an order of its own: keys are
 [KV heads, head_dim, size], so that a vector holds one number each of LANES keys, and values are
@@ -15,6 +16,9 @@ A block of the KV cache has as many numbers as `blocks.py` says, in an order of 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 /* What one register holds, and how many rows' sums fit into the registers beside what they are made of. */
 #if defined(__AVX512F__)
@@ -30,6 +34,7 @@ A block of the KV cache has as many numbers as `blocks.py` says, in an order of 
 
 #define PANEL (2 * LANES)
 #define DEPTH 512 /* columns of a panel that stay in a cache while all rows are multiplied by them */
+#define GROUP 128 /* weights of 4 bits that share a scale and a zero, as in `quantised.py` */
 #define TILE 64 /* rows whose sums are kept meanwhile */
 #define SPAN 128 /* keys whose scores exist at once, for each query */
 #define QUERIES 4 /* queries that share what is read of keys and values */
@@ -39,6 +44,8 @@ A block of the KV cache has as many numbers as `blocks.py` says, in an order of 
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 
 int lanes(void) { return LANES; }
@@ -78,16 +85,58 @@ INLINE vec exponential(vec x) {
 
 INLINE vec silu(vec x) { return x / (1.0f + exponential(-x)); }
 
-/* Add the products of `rows` rows, which the compiler knows, and `depth` columns of a panel to `sums`. */
-INLINE void multiply(const float *inputs, int64_t columns, const float *panel, int depth, float *sums, const int rows) {
+/* What a matrix's numbers are; the values are those of `ops_cpu.py`. */
+enum kind { FLOAT32, INT8, INT4 };
+static const int BYTES[] = {8, 2, 1}; /* of a pair of them: one of each half */
+
+/* A matrix [outputs, columns]. One of bytes is numbers times scales, [outputs]; one of 4 bits is numbers from 0
+to 15 times scales plus zeros, both [groups, outputs]: each GROUP columns of a row have their own. Scales and
+zeros are there for whole panels. `bias`: NULL, or [outputs]. */
+struct matrix {
+    const char *numbers;
+    const float *scales, *zeros, *bias;
+    int64_t outputs, columns;
+    int kind;
+};
+
+/* LANES bytes as numbers, for which gcc 12 by itself takes many instructions. */
+INLINE ivec widen(const char *numbers) {
+#if defined(__AVX512F__)
+    return (ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)numbers));
+#elif defined(__AVX2__)
+    return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)numbers));
+#else
+    return __builtin_convertvector(__builtin_convertvector(*(const bytes *)numbers, shorts), ivec);
+#endif
+}
+
+/* The numbers of a panel's column: of LANES rows of the first half, and of the second. */
+INLINE void load_column(const char *panel, int64_t column, const int kind, vec *first, vec *second) {
+    if (kind == FLOAT32) {
+        *first = load((const float *)panel + column * PANEL);
+        *second = load((const float *)panel + column * PANEL + LANES);
+    } else if (kind == INT8) {
+        *first = __builtin_convertvector(widen(panel + column * PANEL), vec);
+        *second = __builtin_convertvector(widen(panel + column * PANEL + LANES), vec);
+    } else {
+        ivec pairs = widen(panel + column * LANES);
+        *first = __builtin_convertvector(pairs & 15, vec);
+        *second = __builtin_convertvector(pairs >> 4 & 15, vec);
+    }
+}
+
+/* Add the products of `rows` inputs, which the compiler knows, and `depth` columns of a panel to `sums`. */
+INLINE void multiply(const float *inputs, int64_t stride, const char *panel, int64_t start, int depth, const int kind,
+                     float *sums, const int rows) {
     vec first[TOGETHER], second[TOGETHER];
     for (int row = 0; row < rows; row++)
         first[row] = load(sums + row * PANEL), second[row] = load(sums + row * PANEL + LANES);
     for (int at = 0; at < depth; at++) {
-        vec a = load(panel + at * PANEL), b = load(panel + at * PANEL + LANES);
+        vec a, b;
+        load_column(panel, start + at, kind, &a, &b);
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++) {
-            float number = inputs[row * columns + at];
+            float number = inputs[row * stride + at];
             first[row] += number * a, second[row] += number * b;
         }
     }
@@ -95,61 +144,125 @@ INLINE void multiply(const float *inputs, int64_t columns, const float *panel, i
         store(sums + row * PANEL, first[row]), store(sums + row * PANEL + LANES, second[row]);
 }
 
-/* The products of at most TILE rows and a panel: [rows, 2, LANES]. */
-static void multiply_tile(const float *inputs, int rows, int64_t columns, const float *panel, float *sums) {
-    memset(sums, 0, sizeof(float) * rows * PANEL);
-    for (int64_t at = 0; at < columns; at += DEPTH) {
-        int depth = columns - at < DEPTH ? columns - at : DEPTH;
-        for (int row = 0; row < rows; row += TOGETHER) {
-            const float *numbers = inputs + row * columns + at, *part = panel + at * PANEL;
-            float *own = sums + row * PANEL;
-            switch (rows - row) {
-            case 1: multiply(numbers, columns, part, depth, own, 1); break;
-            case 2: multiply(numbers, columns, part, depth, own, 2); break;
-            case 3: multiply(numbers, columns, part, depth, own, 3); break;
-            case 4: multiply(numbers, columns, part, depth, own, 4); break;
-            case 5: multiply(numbers, columns, part, depth, own, 5); break;
+/* The same for any number of rows. */
+INLINE void multiply_rows(const float *inputs, int rows, int64_t stride, const char *panel, int64_t start, int depth,
+                          const int kind, float *sums) {
+    for (int row = 0; row < rows; row += TOGETHER) {
+        const float *own = inputs + row * stride;
+        float *results = sums + row * PANEL;
+        switch (rows - row) {
+        case 1: multiply(own, stride, panel, start, depth, kind, results, 1); break;
+        case 2: multiply(own, stride, panel, start, depth, kind, results, 2); break;
+        case 3: multiply(own, stride, panel, start, depth, kind, results, 3); break;
+        case 4: multiply(own, stride, panel, start, depth, kind, results, 4); break;
+        case 5: multiply(own, stride, panel, start, depth, kind, results, 5); break;
 #if TOGETHER > 6
-            case 6: multiply(numbers, columns, part, depth, own, 6); break;
-            case 7: multiply(numbers, columns, part, depth, own, 7); break;
+        case 6: multiply(own, stride, panel, start, depth, kind, results, 6); break;
+        case 7: multiply(own, stride, panel, start, depth, kind, results, 7); break;
 #endif
-            default: multiply(numbers, columns, part, depth, own, TOGETHER);
-            }
+        default: multiply(own, stride, panel, start, depth, kind, results, TOGETHER);
         }
     }
 }
 
-/* [rows, columns] times the transposed matrix, [outputs, columns].
+/* Give the products of a group their scales, and add them and the zeros' share to `sums`. */
+static void add_group(const float *inputs, int rows, int64_t stride, int depth, const struct matrix *matrix,
+                      int64_t group, int64_t panel, const float *products, float *sums) {
+    int64_t panels = (matrix->outputs + PANEL - 1) / PANEL;
+    for (int half = 0; half < 2; half++) {
+        int64_t place = (group * 2 + half) * panels * LANES + panel * LANES;
+        vec scales = load(matrix->scales + place), zeros = load(matrix->zeros + place);
+        for (int row = 0; row < rows; row++) {
+            const float *own = inputs + row * stride;
+            vec totals = {0};
+            int at = 0;
+            for (; at + LANES <= depth; at += LANES) totals += load(own + at);
+            float total = sum(totals);
+            for (; at < depth; at++) total += own[at];
+            float *result = sums + row * PANEL + half * LANES;
+            store(result, load(result) + load(products + row * PANEL + half * LANES) * scales + total * zeros);
+        }
+    }
+}
 
-`bias`: NULL, or [outputs]. `added`: NULL, or [rows, outputs], which is added. `gated`: the result is
-silu(first half) * second half, [rows, outputs / 2]; outputs are whole panels then. */
-void product(const float *inputs, int64_t rows, int64_t columns, const float *matrix, int64_t outputs,
-             const float *bias, const float *added, int gated, float *results, int threads) {
-    int64_t panels = (outputs + PANEL - 1) / PANEL, width = gated ? outputs / 2 : outputs;
+/* Add the products of at most TILE rows and `depth` columns of a panel to `sums`.
+
+Of more rows than are multiplied together, the numbers of bytes and bits become float32 once for all. */
+INLINE void multiply_part(const float *inputs, int rows, int64_t stride, const char *panel, int64_t start, int depth,
+                          const int kind, float *sums) {
+    if (rows <= TOGETHER) {
+        multiply_rows(inputs + start, rows, stride, panel, start, depth, kind, sums);
+        return;
+    }
+    float numbers[GROUP * PANEL] __attribute__((aligned(64)));
+    for (int at = 0; at < depth; at += GROUP) {
+        int found = depth - at < GROUP ? depth - at : GROUP;
+        for (int column = 0; column < found; column++) {
+            vec first, second;
+            load_column(panel, start + at + column, kind, &first, &second);
+            store(numbers + column * PANEL, first), store(numbers + column * PANEL + LANES, second);
+        }
+        multiply_rows(inputs + start + at, rows, stride, (const char *)numbers, 0, found, FLOAT32, sums);
+    }
+}
+
+/* Add the products of at most TILE rows and some columns, at most DEPTH, of a panel to `sums`: [rows, 2, LANES]. */
+static void multiply_columns(const float *inputs, int rows, const struct matrix *matrix, int64_t panel, int64_t start,
+                             int depth, float *sums) {
+    int64_t columns = matrix->columns;
+    const char *numbers = matrix->numbers + panel * columns * LANES * BYTES[matrix->kind];
+    if (matrix->kind == FLOAT32) {
+        multiply_rows(inputs + start, rows, columns, numbers, start, depth, FLOAT32, sums);
+    } else if (matrix->kind == INT8) {
+        multiply_part(inputs, rows, columns, numbers, start, depth, INT8, sums);
+    } else {
+        for (int64_t at = start; at < start + depth; at += GROUP) {
+            float products[TILE * PANEL] __attribute__((aligned(64)));
+            int found = start + depth - at < GROUP ? start + depth - at : GROUP;
+            memset(products, 0, sizeof(float) * rows * PANEL);
+            multiply_part(inputs, rows, columns, numbers, at, found, INT4, products);
+            add_group(inputs + at, rows, columns, found, matrix, at / GROUP, panel, products, sums);
+        }
+    }
+}
+
+/* Make results of the sums of a row and a panel. `added`: NULL, or of the row. */
+static void finish(const struct matrix *matrix, int64_t panel, float *sums, const float *added, int gated,
+                   float *results) {
+    int64_t outputs = matrix->outputs, panels = (outputs + PANEL - 1) / PANEL;
+    for (int half = 0; half < 2; half++) {
+        int64_t start = (half * panels + panel) * LANES;
+        int found = outputs - start < LANES ? outputs - start : LANES;
+        float *own = sums + half * LANES;
+        if (matrix->kind == INT8) store(own, load(own) * load(matrix->scales + start));
+        for (int lane = 0; lane < found; lane++) {
+            if (matrix->bias) own[lane] += matrix->bias[start + lane];
+            if (added) own[lane] += added[start + lane];
+        }
+        if (!gated && found > 0) memcpy(results + start, own, sizeof(float) * found);
+    }
+    if (gated) store(results + panel * LANES, silu(load(sums)) * load(sums + LANES));
+}
+
+/* [rows, columns] times the transposed matrix.
+
+`added`: NULL, or [rows, outputs], which is added. `gated`: the result is silu(first half) * second half,
+[rows, outputs / 2]; outputs are whole panels then. */
+void product(const float *inputs, int64_t rows, const struct matrix *matrix, const float *added, int gated,
+             float *results, int threads) {
+    int64_t outputs = matrix->outputs, columns = matrix->columns, width = gated ? outputs / 2 : outputs;
 #pragma omp parallel for num_threads(threads) if (rows * columns * outputs > WORTH)
-    for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
         for (int64_t row = 0; row < rows; row += TILE) {
             float sums[TILE * PANEL] __attribute__((aligned(64)));
             int count = rows - row < TILE ? rows - row : TILE;
-            multiply_tile(inputs + row * columns, count, columns, matrix + panel * columns * PANEL, sums);
-            for (int each = 0; each < count; each++) {
-                float *result = results + (row + each) * width, *own = sums + each * PANEL;
-                const float *add = added ? added + (row + each) * width : NULL;
-                for (int half = 0; half < 2; half++) {
-                    int64_t start = (half * panels + panel) * LANES;
-                    int found = outputs - start < LANES ? outputs - start : LANES;
-                    float *numbers = own + half * LANES;
-                    if (bias)
-                        for (int lane = 0; lane < found; lane++) numbers[lane] += bias[start + lane];
-                    if (gated) continue;
-                    if (found == LANES)
-                        store(result + start, add ? load(numbers) + load(add + start) : load(numbers));
-                    else
-                        for (int lane = 0; lane < found; lane++)
-                            result[start + lane] = add ? numbers[lane] + add[start + lane] : numbers[lane];
-                }
-                if (gated) store(result + panel * LANES, silu(load(own)) * load(own + LANES));
-            }
+            memset(sums, 0, sizeof(float) * count * PANEL);
+            for (int64_t at = 0; at < columns; at += DEPTH)
+                multiply_columns(inputs + row * columns, count, matrix, panel, at,
+                                 columns - at < DEPTH ? columns - at : DEPTH, sums);
+            for (int each = 0; each < count; each++)
+                finish(matrix, panel, sums + each * PANEL, added ? added + (row + each) * width : NULL, gated,
+                       results + (row + each) * width);
         }
 }
 

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.draw import row_keys
 from triton_models.engine.linear import Linear
 from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Norm, Rotary, StepLayout
 from triton_models.engine.ops_torch import PlainMath, TorchOperations
+from triton_models.engine.quantised import Int4Linear, Int8Linear
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, draw_rows, sample
 from triton_models.engine.sampling import GREEDY_BELOW
 
@@ -39,9 +40,7 @@ _TILE_ROWS = 8
 """Most rows of a prompt that one thread takes at a time."""
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "product": (
-        *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_int),
-    ),
+    "product": (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_int),
     "rms_norm": (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
     "choose": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
     "attend": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -56,6 +55,24 @@ class _Step(ctypes.Structure):
         *((name, c_int64) for name in ("rows", "width", "tile_count")),
         *((name, c_int) for name in ("size", "heads", "kv_heads", "dim", "threads")),
     )
+
+
+class _Matrix(ctypes.Structure):
+    """`struct matrix` of the source."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("numbers", "scales", "zeros", "bias")),
+        *((name, c_int64) for name in ("outputs", "columns")),
+        ("kind", c_int),
+    )
+
+
+class _Kind(IntEnum):
+    """`enum kind` of the source."""
+
+    FLOAT32 = 0
+    INT8 = 1
+    INT4 = 2
 
 
 class NotCompiledError(Exception):
@@ -109,20 +126,40 @@ def cpu_operations(model: CausalModel, cache: KVCache, rows: int) -> "CpuOperati
 
 
 class CompiledLinear(Linear):
-    """A float32 matrix in the order in which the compiled product reads it: see the source.
+    """A matrix in the order in which the compiled product reads it; inputs and results are float32.
 
-    `weight`: [panels, K, 2, lanes], which are the numbers of the matrix, and zeros that make its halves whole
-    panels.
+    `weight`: the numbers of the matrix, and zeros that make its halves whole panels: [panels, K, 2, lanes] of
+    float32 or int8; or [panels, K, lanes] uint8 of 4 bits each, of both halves.
     """
 
     def __init__(self, plain: Linear) -> None:
-        self.compiled = compiled()
-        self.outputs, columns = plain.weight.shape
-        lanes = self.compiled.lanes()
-        panels = -(-self.outputs // (2 * lanes))
-        padded = functional.pad(plain.weight, (0, 0, 0, 2 * panels * lanes - self.outputs))
-        weight = padded.view(2, panels, lanes, columns).permute(1, 3, 0, 2).contiguous()
+        self._compiled = compiled()
+        self.outputs = len(plain.weight)
+        self._lanes: int = self._compiled.lanes()
+        self._panels: int = -(-self.outputs // (2 * self._lanes))
+        kind, numbers, scales, zeros = _Kind.FLOAT32, plain.weight, None, None
+        if isinstance(plain, Int8Linear):
+            kind, scales = _Kind.INT8, self._padded(plain.scales.float())
+        elif isinstance(plain, Int4Linear):
+            kind = _Kind.INT4
+            numbers = plain.numbers(0, self.outputs).flatten(1)[:, : plain.columns]
+            scale, zero = plain.scales.float().unbind(-1)
+            scales, zeros = self._padded(scale.T).T, self._padded((zero - 8 * scale).T).T
+        columns = numbers.shape[1]
+        halves = self._padded(numbers).view(2, self._panels, self._lanes, columns)
+        if kind is _Kind.INT4:
+            weight = (halves[0] | (halves[1] << 4)).transpose(1, 2).contiguous()
+        else:
+            weight = halves.permute(1, 3, 0, 2).contiguous()
         super().__init__(weight, plain.bias)
+        self._kept = [each if each is None else each.contiguous() for each in (scales, zeros, plain.bias)]
+        pointers = [each if each is None else each.data_ptr() for each in (weight, *self._kept)]
+        self._matrix = _Matrix(*pointers, self.outputs, columns, kind)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Return [N, ...] numbers of so many rows as panels have."""
+        missing = 2 * self._panels * self._lanes - len(rows)
+        return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""
@@ -135,12 +172,10 @@ class CompiledLinear(Linear):
     def product(self, inputs: Tensor, *, added: Tensor | None = None, gated: bool = False) -> Tensor:
         """Return the product, [T, N]; `gated`: silu(first half) * second half, [T, N / 2]."""
         inputs = inputs.contiguous()
-        rows, columns = inputs.shape
-        outputs, bias = self.outputs, self.bias
+        rows, outputs = len(inputs), self.outputs
         results = torch.empty((rows, outputs // 2 if gated else outputs), dtype=torch.float32)
-        self.compiled.product(
-            *(inputs.data_ptr(), rows, columns, self.weight.data_ptr(), outputs),
-            *(bias if bias is None else bias.data_ptr(), added if added is None else added.data_ptr()),
+        self._compiled.product(
+            *(inputs.data_ptr(), rows, byref(self._matrix), added if added is None else added.data_ptr()),
             *(gated, results.data_ptr(), torch.get_num_threads()),
         )
         return results
@@ -148,12 +183,15 @@ class CompiledLinear(Linear):
     @property
     def whole(self) -> bool:
         """Whether no panel has zeros, as gated products need."""
-        return self.outputs == 2 * self.weight.shape[0] * self.weight.shape[3]
+        return self.outputs == 2 * self._panels * self._lanes
+
+
+_FORMS = Linear, Int8Linear, Int4Linear
 
 
 def compile_linear(matrix: Linear) -> Linear:
-    """Return a plain float32 matrix in its compiled form; another one as it is."""
-    return CompiledLinear(matrix) if type(matrix) is Linear else matrix
+    """Return a matrix in its compiled form; one that has none, or is in it already, as it is."""
+    return CompiledLinear(matrix) if type(matrix) in _FORMS else matrix
 
 
 class CpuOperations(PlainMath):

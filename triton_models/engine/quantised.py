@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_models.engine.linear import Linear, why_not_packed
+from triton_models.engine.linear import Linear
 
 GROUP: Final = 128
 """Weights of a row that share a scale and a zero in 4 bits."""
@@ -26,22 +26,6 @@ _SLICE_WEIGHTS = 2**23
 _PRODUCT_WEIGHTS = 2**20
 """Most weights that are expanded for a product at once: so few stay in a CPU's caches, and no fresh memory is
 mapped for them, which takes longer than the product."""
-
-_CPU_ROWS = 64
-"""Up to so many rows, torch's product of 8 bit weights for the CPU is faster than expanding the weights."""
-
-_CPU_COLUMNS = 32
-"""torch's product of 8 bit weights for the CPU reads beyond the last row unless K is a multiple of 16."""
-
-_CPU_OUTPUTS = 16
-"""torch's product of 4 bit weights for the CPU takes a multiple of this many outputs."""
-
-_BFLOAT16_INSTRUCTIONS = "avx512_bf16", "amx_bf16"
-"""Extensions of a CPU with products in bfloat16, as torch calls them."""
-
-_TOLERANCE = 0.02
-"""Largest error of a trial, relative to the largest result."""
-
 
 Stored = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -113,11 +97,8 @@ class QuantisedLinear(Linear):
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]; expands a few of its rows at a time."""
-        wide = torch.float32 if _emulates(inputs) else self.dtype
         starts = range(0, len(self.weight), max(1, _PRODUCT_WEIGHTS // self.columns))
-        product = product_by_parts(
-            inputs.to(wide), lambda start, stop: self.exact(start, stop).to(wide), starts
-        ).to(self.dtype)
+        product = product_by_parts(inputs, self.dense, starts)
         return product if self.bias is None else product.add_(self.bias)
 
     def dense(self, start: int, stop: int) -> Tensor:
@@ -143,10 +124,6 @@ class QuantisedLinear(Linear):
         are rounded to bfloat16, which the products in 16 bits are made for.
         """
         raise NotImplementedError
-
-    def packed(self) -> Linear:
-        """Return the matrix itself, unless the class has a form that suits a CPU better."""
-        return self
 
     def _widen(self) -> None:
         """Make room for exact scales where products take them."""
@@ -180,28 +157,6 @@ class Int8Linear(QuantisedLinear):
         self.weight[here] = rows.numbers.to(self.weight.device)
         self.scales[here] = _finite(rows.scales)[:, 0].to(self.scales)
 
-    def packed(self) -> Linear:
-        """Return the matrix with torch's products for the CPU, which are for bfloat16."""
-        if self.dtype != torch.bfloat16 or self.columns % _CPU_COLUMNS:
-            return self
-        return CpuInt8Linear(self.weight, self.scales, self.bias, columns=self.columns, dtype=self.dtype)
-
-
-class CpuInt8Linear(Int8Linear):
-    """Multiplies few rows by the weights as they are; their scales are applied to the float32 sums."""
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""
-        if not 0 < len(inputs) <= _CPU_ROWS:
-            return super().__call__(inputs)
-        multiply = torch.ops.aten._weight_int8pack_mm  # noqa: SLF001 - its only name
-        product: Tensor = multiply(inputs.contiguous(), self.weight, self.scales)
-        return product if self.bias is None else product.add_(self.bias)
-
-    def packed(self) -> Linear:
-        """Return the matrix itself."""
-        return self
-
 
 class Int4Linear(QuantisedLinear):
     """Weights are `(q - 8) * scale + zero`, with a scale and a zero for each `GROUP` weights of a row.
@@ -220,7 +175,7 @@ class Int4Linear(QuantisedLinear):
     def exact(self, start: int, stop: int) -> Tensor:
         """Return some rows' weights."""
         scale, zero = self.scales[:, start:stop].float().transpose(0, 1).unbind(-1)
-        numbers = self._numbers(start, stop).float().sub_(8).mul_(scale[..., None]).add_(zero[..., None])
+        numbers = self.numbers(start, stop).float().sub_(8).mul_(scale[..., None]).add_(zero[..., None])
         return numbers.flatten(1)[:, : self.columns]
 
     def quantise(self, start: int, rows: Tensor) -> None:
@@ -249,41 +204,11 @@ class Int4Linear(QuantisedLinear):
         self.weight[here] = (low | (high << 4)).flatten(1)
         self.scales[:, here] = torch.stack((scale, zero), dim=-1).transpose(0, 1).to(self.scales)
 
-    def packed(self) -> Linear:
-        """Return the matrix rearranged for torch's products for the CPU, which are for bfloat16."""
-        if self.dtype != torch.bfloat16 or len(self.weight) % _CPU_OUTPUTS:
-            return self
-        numbers = self._numbers(0, len(self.weight)).flatten(1).int()
-        weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)  # noqa: SLF001 - its only name
-        return CpuInt4Linear(weight, self.scales, self.bias)
-
-    def _numbers(self, start: int, stop: int) -> Tensor:
-        """Return q of some rows: [n, groups, GROUP] uint8."""
+    def numbers(self, start: int, stop: int) -> Tensor:
+        """Return q of the rows `start` to `stop` - 1: [n, groups, GROUP] uint8."""
         pairs = self.weight[start:stop]
         pairs = pairs.view(len(pairs), -1, GROUP // 2)
         return torch.cat((pairs & 15, pairs >> 4), dim=-1)
-
-
-class CpuInt4Linear(Linear):
-    """4 bit weights in an order that only torch's product for this CPU knows; any number of rows."""
-
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self._scales = scales
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return `inputs @ weight.T + bias`: [T, K] gives [T, N]."""
-        if not len(inputs):
-            return inputs.new_empty((0, self._scales.shape[1]))
-        padded = functional.pad(inputs, (0, -inputs.shape[1] % GROUP)).contiguous()
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(  # noqa: SLF001 - its only name
-            padded, self.weight, GROUP, self._scales
-        )
-        return product if self.bias is None else product.add_(self.bias)
-
-    def packed(self) -> Linear:
-        """Return the matrix itself."""
-        return self
 
 
 class Fp8Linear(QuantisedLinear):
@@ -358,42 +283,6 @@ QUANTISATIONS: Final[Mapping[str, type[QuantisedLinear]]] = MappingProxyType(
 
 FP8_CAPABILITY: Final = (8, 9)
 """Ada: the first generation whose matrix units take numbers of 8 bits with a point."""
-
-
-def why_not_quantised(quantization: str) -> str | None:
-    """Try torch's products for the CPU on this machine; return the obstacle, or None if they work.
-
-    With them, a decode step of one sequence takes less than half of float32's time (`bench/cpu_weights.py`).
-    Without them, every product would expand the weights first, which is slower than having them in 32 bits.
-    """
-    if (obstacle := why_not_packed(torch.bfloat16)) is not None:
-        return f"no products in bfloat16: {obstacle}"
-    generator = torch.Generator().manual_seed(0)
-    matrix = QUANTISATIONS[quantization].empty(
-        64, 2 * GROUP, bias=False, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
-    matrix.place.copy_(torch.randn(matrix.place.shape, generator=generator))
-    inputs = torch.randn((3, 2 * GROUP), generator=generator).bfloat16()
-    expected = matrix(inputs).float()
-    try:
-        given = matrix.packed()(inputs)
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
-        return str(error).partition("\n")[0]
-    if (given - expected).abs().max() > _TOLERANCE * expected.abs().max():
-        return "its products are wrong here"
-    return None
-
-
-def _emulates(inputs: Tensor) -> bool:
-    """Return whether these are 16-bit numbers on a CPU that multiplies in float32 only.
-
-    There, a product of many rows in bfloat16 takes several times as long as in float32, whose sums are the
-    same. A torch that does not know its CPU is taken to be on such a one.
-    """
-    if inputs.dtype == torch.float32 or inputs.device.type != "cpu":
-        return False
-    known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return not any(known.get(name) for name in _BFLOAT16_INSTRUCTIONS)
 
 
 def _scales(numbers: Tensor) -> Tensor:

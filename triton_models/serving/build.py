@@ -13,7 +13,8 @@ from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.capacity import GIB
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel
-from triton_models.engine.quantised import FP8_CAPABILITY, why_not_quantised
+from triton_models.engine.ops_cpu import NotCompiledError, compiled
+from triton_models.engine.quantised import FP8_CAPABILITY
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import CheckpointError, EntryError, SettingsError
@@ -181,7 +182,7 @@ def choose_dtype(
     """Return the dtype of the KV cache and of weights that are not quantised, and why.
 
     `stored` says that the checkpoint is quantised already. On a CPU, such a one is served however slow that
-    is, while quantising is offered only where a step of one sequence takes two thirds of float32's time.
+    is, while quantising is offered only where products with such weights are compiled.
 
     Raises:
         SettingsError: the weights are to be quantised in a way that the device is not made for.
@@ -207,15 +208,14 @@ def choose_dtype(
 
 def _choose_quantised(wanted: str, quantization: str, *, stored: bool) -> tuple[torch.dtype, str]:
     """Choose for int8 or int4 on a CPU."""
-    obstacle = why_not_quantised(quantization)
-    if wanted in ("auto", "bfloat16") and obstacle is None:
-        return torch.bfloat16, f"as the CPU's products with {quantization} weights need"
-    if stored:
-        slow = f"{quantization} weights are expanded in each product, which is slow"
-        return _DTYPES["float32" if wanted == "auto" else wanted], f"{obstacle or 'as set'}: {slow}"
-    if obstacle is None:
-        raise SettingsError(f"quantization {quantization} on a CPU needs dtype auto or bfloat16")
-    raise SettingsError(
-        f"quantization {quantization} is not offered on this CPU, which lacks products that beat float32"
-        f" ({obstacle}); leave it out"
-    )
+    if wanted not in ("auto", "float32"):
+        raise SettingsError(f"quantization {quantization} on a CPU needs dtype auto or float32")
+    try:
+        compiled()
+    except NotCompiledError as error:
+        if not stored:
+            raise SettingsError(
+                f"quantization {quantization} is not offered on this CPU: {error}; leave it out"
+            ) from error
+        return torch.float32, f"{quantization} weights are expanded in each product, which is slow: {error}"
+    return torch.float32, f"as the products with {quantization} weights are compiled for this CPU"

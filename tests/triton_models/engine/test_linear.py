@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from triton_models.engine import linear
-from triton_models.engine.linear import Linear, PackedLinear, why_not_packed
+from triton_models.engine.linear import Linear, PackedLinear, pack, why_not_packed
+from triton_models.engine.quantised import Int8Linear
 
 DTYPES = [
     pytest.param(
@@ -35,9 +36,12 @@ def test_products_of_any_shape_are_those_of_the_plain_matrix(
         torch.testing.assert_close(given.double(), expected, **tolerance)
 
 
-def test_what_is_packed_stays_so() -> None:
-    packed = PackedLinear(Linear(torch.ones(4, 4)))
-    assert packed.packed() is packed
+def test_only_plain_matrices_are_packed() -> None:
+    packed = pack(Linear(torch.ones(4, 4)))
+    assert isinstance(packed, PackedLinear)
+    assert pack(packed) is packed
+    quantised = Int8Linear.empty(4, 32, bias=False, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert pack(quantised) is quantised
 
 
 def test_a_dtype_without_such_products_is_told() -> None:

@@ -25,7 +25,7 @@ from triton_models.engine.ops_cpu import (
     cpu_operations,
 )
 from triton_models.engine.ops_torch import PlainMath, TorchOperations
-from triton_models.engine.quantised import Int8Linear
+from triton_models.engine.quantised import Fp8Linear, Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.engine.sampler import SamplerInputs
 
 ROWS = [0, 1, 2, 5, 6, 7, 8, 9, 63, 64, 65, 130]
@@ -101,12 +101,57 @@ def test_a_result_does_not_depend_on_the_rows_beside_it() -> None:
         assert torch.equal(own.linear_swiglu(part, matrix), gated[start:stop])
 
 
-def test_only_plain_matrices_of_float32_are_compiled() -> None:
+def quantise(form: type[QuantisedLinear], weight: Tensor, bias: Tensor | None = None) -> QuantisedLinear:
+    matrix = form.empty(*weight.shape, bias=bias is not None, dtype=torch.float32, device=torch.device("cpu"))
+    matrix.place.copy_(weight)
+    if bias is not None and matrix.bias is not None:
+        matrix.bias.copy_(bias)
+    return matrix
+
+
+forms = pytest.mark.parametrize("form", [Int8Linear, Int4Linear])
+
+
+@pytest.mark.usefixtures("threads")
+@forms
+@pytest.mark.parametrize(("outputs", "columns"), [(1, 1), (7, 33), (64, 128), (130, 513), (96, 1100)])
+def test_products_with_quantised_weights(form: type[QuantisedLinear], outputs: int, columns: int) -> None:
+    torch.manual_seed(outputs)
+    quantised = quantise(form, torch.randn(outputs, columns), torch.randn(outputs))
+    matrix = compile_linear(quantised)
+    assert isinstance(matrix, CompiledLinear)
+    assert quantised.bias is not None
+    product = quantised.exact(0, outputs).double()
+    inputs, hidden = torch.randn(ROWS[-1], columns), torch.randn(ROWS[-1], outputs)
+    expected = inputs.double() @ product.T + quantised.bias
+    for rows in ROWS:
+        for given, wanted in (
+            (matrix(inputs[:rows]), expected),
+            (matrix.add(hidden[:rows], inputs[:rows]), expected + hidden),
+        ):
+            torch.testing.assert_close(given.double(), wanted[:rows], rtol=1e-6, atol=1e-3)
+    part = matrix(inputs[7:9])
+    assert torch.equal(part, matrix(inputs)[7:9])
+
+
+@forms
+def test_so_they_are_gated(form: type[QuantisedLinear]) -> None:
+    torch.manual_seed(3)
+    own = operations(Heads(2, 2, 8))
+    for width in (48, 20):
+        quantised = quantise(form, torch.randn(2 * width, 300))
+        inputs = torch.randn(9, 300)
+        gate, up = (inputs.double() @ quantised.exact(0, 2 * width).double().T).chunk(2, dim=-1)
+        given = own.linear_swiglu(inputs, compile_linear(quantised))
+        torch.testing.assert_close(given.double(), silu(gate) * up, rtol=1e-4, atol=1e-3)
+
+
+def test_matrices_without_a_compiled_form_stay() -> None:
     matrix = compile_linear(Linear(torch.ones(4, 4)))
     assert isinstance(matrix, CompiledLinear)
     assert compile_linear(matrix) is matrix
-    quantised = Int8Linear.empty(4, 32, bias=False, dtype=torch.float32, device=torch.device("cpu"))
-    assert compile_linear(quantised) is quantised
+    fp8 = quantise(Fp8Linear, torch.ones(4, 32))
+    assert compile_linear(fp8) is fp8
 
 
 @pytest.mark.usefixtures("threads")
@@ -188,6 +233,8 @@ def test_processors_with_shorter_registers(level: str, monkeypatch: pytest.Monke
     assert compiled().lanes() == {"x86-64-v3": 8, "x86-64": 4}[level]
     test_products_of_any_shape(130, 513)
     test_gated_products(48, biased=True)
+    for form in (Int8Linear, Int4Linear):
+        test_products_with_quantised_weights(form, 130, 513)
     for heads in SHAPES[:3]:
         test_any_mixture_of_decodes_and_chunks_equals_whole_sequences(heads, "rotary")
     test_the_same_tokens_are_chosen_as_in_python(2047)

@@ -10,7 +10,7 @@ from tests.triton_models.engine import paged
 from tests.triton_models.engine.paged import Heads, PagedSequence, attend_in_turns
 from tests.triton_models.engine.rotated import rotate_in_place
 from triton_models.engine.blocks import KVCache
-from triton_models.engine.linear import Linear, why_not_packed
+from triton_models.engine.linear import Linear, pack, why_not_packed
 from triton_models.engine.models import KVShape, Norm, Rotary, StepLayout
 from triton_models.engine.ops_torch import PlainMath, TorchOperations
 
@@ -142,7 +142,7 @@ def test_products_with_packed_and_plain_matrices(dtype: torch.dtype, *, packed: 
     operations = PlainMath()
 
     def made(weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(weight, bias).packed() if packed else Linear(weight, bias)
+        return pack(Linear(weight, bias)) if packed else Linear(weight, bias)
 
     gate, up = linear(inputs, wide).chunk(2, dim=-1)
     # Plain torch rounds what is added twice, and what is gated three times.

@@ -1,23 +1,14 @@
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from triton_models.engine import quantised
-from triton_models.engine.linear import why_not_packed
 from triton_models.engine.quantised import (
     GROUP,
     QUANTISATIONS,
-    CpuInt4Linear,
-    CpuInt8Linear,
     Fp8Linear,
-    Int4Linear,
     Int8Linear,
     QuantisedLinear,
-    why_not_quantised,
 )
 
 CPU = torch.device("cpu")
@@ -137,83 +128,3 @@ def test_numbers_that_are_not_finite_are_refused(form: type[QuantisedLinear], nu
     weight[2, 129] = number
     with pytest.raises(ValueError, match="not finite"):
         quantise(form, weight, torch.float32)
-
-
-@pytest.mark.parametrize("form", QUANTISATIONS.values())
-def test_many_rows_are_multiplied_in_float32_where_the_cpu_emulates_bfloat16(
-    form: type[QuantisedLinear], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight, inputs = random(48, 384), random(70, 384, seed=1).bfloat16()
-    matrix = quantise(form, weight, torch.bfloat16)
-    used: list[torch.dtype] = []
-    linear = functional.linear
-
-    def multiply(given: Tensor, rows: Tensor) -> Tensor:
-        used.append(rows.dtype)
-        product: Tensor = linear(given, rows)
-        return product
-
-    monkeypatch.setattr(functional, "linear", multiply)
-    products = []
-    for known in ({"avx512_bf16": False}, {}, {"avx512_bf16": True}, {"amx_bf16": True}):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", partial(dict, known), raising=False)
-        products.append(matrix(inputs))
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    products.append(matrix(inputs))
-    assert used == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32]
-    exact = inputs.double() @ defined(matrix).double().T
-    for product in products:
-        assert product.dtype == torch.bfloat16
-        torch.testing.assert_close(product.double(), exact, rtol=0.01, atol=0.15)
-
-
-fast = pytest.mark.skipif(
-    why_not_packed(torch.bfloat16) is not None, reason="this processor has no products in bfloat16"
-)
-
-
-@fast
-@pytest.mark.parametrize(("name", "packed"), [("int8", CpuInt8Linear), ("int4", CpuInt4Linear)])
-@pytest.mark.parametrize("shape", [(16, 128), (80, 384), (144, 224), (4112, 32)])
-@pytest.mark.parametrize("rows", [0, 1, 5, 70])
-def test_the_cpus_products_are_the_plain_ones(
-    name: str, packed: type, shape: tuple[int, int], rows: int
-) -> None:
-    bias = random(shape[0], seed=3).bfloat16()
-    matrix = quantise(QUANTISATIONS[name], random(*shape), torch.bfloat16, bias)
-    on_cpu = matrix.packed()
-    assert isinstance(on_cpu, packed)
-    assert on_cpu.packed() is on_cpu
-    inputs, hidden = random(rows, shape[1], seed=1).bfloat16(), random(rows, shape[0], seed=2).bfloat16()
-    exact = inputs.double() @ defined(matrix).double().T + bias
-    for given, expected in ((on_cpu(inputs), exact), (on_cpu.add(hidden, inputs), exact + hidden)):
-        assert given.dtype == torch.bfloat16
-        torch.testing.assert_close(given.double(), expected, rtol=0.03, atol=0.15)
-
-
-@pytest.mark.parametrize("form", QUANTISATIONS.values())
-def test_what_has_no_fast_products_stays_plain(form: type[QuantisedLinear]) -> None:
-    matrix = quantise(form, random(16, 128), torch.float32)
-    assert matrix.packed() is matrix
-    for kind, shape in ((Int4Linear, (17, 128)), (Int8Linear, (16, 200))):
-        odd = quantise(kind, random(*shape), torch.bfloat16)
-        assert odd.packed() is odd
-
-
-@fast
-@pytest.mark.parametrize("name", QUANTISATIONS)
-def test_obstacles_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not_quantised(name) is None
-
-    def fail(_self: object) -> None:
-        raise RuntimeError("not for this processor\nframes")
-
-    def wrong(matrix: QuantisedLinear) -> Callable[[Tensor], Tensor]:
-        return lambda inputs: matrix(inputs) + 1
-
-    monkeypatch.setattr(QUANTISATIONS[name], "packed", fail)
-    assert why_not_quantised(name) == "not for this processor"
-    monkeypatch.setattr(QUANTISATIONS[name], "packed", wrong)
-    assert why_not_quantised(name) == "its products are wrong here"
-    monkeypatch.setattr(quantised, "why_not_packed", lambda _dtype: "too old")
-    assert why_not_quantised(name) == "no products in bfloat16: too old"

@@ -11,8 +11,10 @@ from tests.template_checkpoint import write_tokenizer
 from tests.triton_models.native_checkpoint import write_native
 from tests.triton_models.serving.conftest import GOLDEN, Served, parameters
 from tests.triton_models.serving.fakes import FakePbUtils
+from triton_models.engine import backend
 from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.models.positions import Interpolation, Rope
+from triton_models.engine.ops_cpu import NotCompiledError
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError, EntryError, SettingsError
 from triton_models.options import OPTIONS
@@ -33,30 +35,29 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         build_service(parameters(device="cuda:2"), FakePbUtils())
 
 
-def test_quantised_weights_are_multiplied_in_bfloat16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler() -> None:
+    raise NotCompiledError("no compiler")
+
+
+def test_quantised_weights_on_a_cpu_need_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
-    assert choose_dtype("auto", cpu, "int8")[0] is torch.bfloat16
-    with pytest.raises(SettingsError, match="int8 on a CPU needs dtype auto or bfloat16"):
-        choose_dtype("float32", cpu, "int8")
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: "too old")
-    for wanted in ("auto", "bfloat16", "float32"):
-        with pytest.raises(SettingsError, match=r"int4 is not offered on this CPU.* \(too old\)"):
+    for wanted in ("auto", "float32"):
+        assert choose_dtype(wanted, cpu, "int8")[0] is torch.float32
+    with pytest.raises(SettingsError, match="int8 on a CPU needs dtype auto or float32"):
+        choose_dtype("bfloat16", cpu, "int8")
+    monkeypatch.setattr(build, "compiled", no_compiler)
+    for wanted in ("auto", "float32"):
+        with pytest.raises(SettingsError, match="int4 is not offered on this CPU: no compiler"):
             choose_dtype(wanted, cpu, "int4")
 
 
 def test_stored_weights_are_served_where_their_products_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: "too old")
+    assert choose_dtype("auto", cpu, "int8", stored=True)[0] is torch.float32
+    monkeypatch.setattr(build, "compiled", no_compiler)
     dtype, reason = choose_dtype("auto", cpu, "int4", stored=True)
     assert dtype is torch.float32
-    assert reason == "too old: int4 weights are expanded in each product, which is slow"
-    assert choose_dtype("bfloat16", cpu, "int4", stored=True)[0] is torch.bfloat16
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
-    assert choose_dtype("auto", cpu, "int8", stored=True)[0] is torch.bfloat16
-    dtype, reason = choose_dtype("float32", cpu, "int8", stored=True)
-    assert dtype is torch.float32
-    assert reason.startswith("as set: int8 weights are expanded")
+    assert reason == "int4 weights are expanded in each product, which is slow: no compiler"
 
 
 def test_fp8_is_for_gpus_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +74,7 @@ def test_fp8_is_for_gpus_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_quantised_model_is_served(
-    quantization: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: None)
+def test_a_quantised_model_is_served(quantization: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         built = build_service(parameters(quantization=quantization, kv_memory_gib=0.01), FakePbUtils())
     assert f"glm: weights in {quantization} take 0.00 GiB of cpu" in caplog.text
@@ -123,9 +121,9 @@ def test_a_model_of_transformers_is_not_quantised() -> None:
         build_service(parameters(engine="transformers", quantization="int8"), FakePbUtils())
 
 
-@pytest.mark.parametrize("obstacle", [None, "too old"])
+@pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_checkpoint_that_is_quantised_already_needs_no_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, obstacle: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_compiled: bool
 ) -> None:
     for name in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(GOLDEN / name, tmp_path)
@@ -138,7 +136,9 @@ def test_a_checkpoint_that_is_quantised_already_needs_no_option(
         tensors[f"{name}_scale"] = scales.half()
         tensors[name] = (tensors[name] / scales[:, None]).round().to(torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(build, "why_not_quantised", lambda _quantization: obstacle)
+    if not is_compiled:
+        for module in (build, backend):
+            monkeypatch.setattr(module, "compiled", no_compiler)
     with caplog.at_level(logging.INFO):
         built = build_service(parameters(tmp_path, kv_memory_gib=0.01), FakePbUtils())
     assert "glm: weights in int8 take 0.00 GiB of cpu" in caplog.text
