@@ -75,7 +75,7 @@ RecordDep = Annotated[RequestRecord, Depends(_record)]
 
 
 async def _inference(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
-    record.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.INFERENCE)
+    record.key_name = gateway.keyring.authorize(request.headers, Scope.INFERENCE)
 
 
 def _for_metrics_alone(request: Request, settings: Settings) -> bool:
@@ -89,7 +89,7 @@ async def _metrics(request: Request, gateway: GatewayDep, record: RecordDep) -> 
     if _for_metrics_alone(request, settings):
         return
     if settings.metrics_need_key or not is_loopback(settings.host):
-        record.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.METRICS)
+        record.key_name = gateway.keyring.authorize(request.headers, Scope.METRICS)
 
 
 async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> None:

@@ -274,7 +274,7 @@ class GrpcServer:
             return self._gateway.authorize_admin(metadata)
         if name in _PROBES:
             return None
-        return self._gateway.keyring.authorize(metadata.get("authorization"), Scope.INFERENCE)
+        return self._gateway.keyring.authorize(metadata, Scope.INFERENCE)
 
     async def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
         """Count the bytes of a request among those that are held; return the message, or what it asks."""
