@@ -142,13 +142,13 @@ async def read_body(request: Request, gateway: GatewayDep, record: RecordDep) ->
     return body
 
 
-async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
-    return await _read_json(request, gateway, record, gateway.admission)
+async def read_json(request: Request, gateway: Gateway, record: RequestRecord, admission: Admission) -> bytes:
+    """Read a body of JSON, if `admission` has a place for its request.
 
-
-async def _read_json(
-    request: Request, gateway: Gateway, record: RequestRecord, admission: Admission
-) -> bytes:
+    Raises:
+        UnsupportedMediaTypeError: it is declared as something else.
+        GatewayError: as `check_limits` and `read_body`.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
@@ -178,8 +178,6 @@ def _reading(gateway: Gateway, record: RequestRecord) -> Reading:
     )
 
 
-JsonBody = Annotated[bytes, Depends(_json_body)]
-"""Of what is for the engines; read only if there is a place for it."""
 OptionalBody = Annotated[bytes, Depends(read_body)]
 """Of whatever content type; perhaps empty."""
 
@@ -205,7 +203,7 @@ class Answering:
         """
         gateway, record = self._gateway, self._record
         admission = gateway.tokenizing if tokenizes else gateway.admission
-        body = await _read_json(self._request, gateway, record, admission)
+        body = await read_json(self._request, gateway, record, admission)
         return await gateway.bodies.read(body, partial(kind.read, body, _reading(gateway, record)))
 
     async def respond(

@@ -249,7 +249,7 @@ class GrpcServer:
                 await self._records.admit(record)
                 record.key_name = self._authorize(name, metadata)
                 if name in _INFERENCE:
-                    check_limits(self._gateway, record, self._gateway.admission)
+                    check_limits(self._gateway, record, self._door.admission(record.key_name))
                 remaining_s = context.time_remaining()
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
