@@ -5,7 +5,8 @@ Dependencies are coroutines, though they await nothing: FastAPI would run plain 
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -225,15 +226,13 @@ class Answering:
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
-        try:
+        with _naming(request.subject, ContextLengthError):
             accepted = await running.start(generations, self._request.receive, patience_s=patience_s)
-        except ContextLengthError as error:
-            raise ContextLengthError(error.message, param=error.param or request.subject) from None
         if accepted is not None and not request.stream:
             return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
-            _events(running, generations, answer, accepted, record),
+            _events(running, generations, answer, accepted, record, subject=request.subject),
             on_gone=lambda: running.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
@@ -250,12 +249,10 @@ class Answering:
         record, gateway = self._record, self._gateway
         record.model = gateway.model(request.model, record.key_name).id
         work = request.tokenization(request_id=record.request_id, deadline=record.deadline)
-        try:
+        with _naming(request.subject, InvalidRequestError):
             return await self._running.call(
                 lambda: gateway.upstream.tokenize(work), self._request.receive, admission=gateway.tokenizing
             )
-        except InvalidRequestError as error:
-            raise type(error)(error.message, param=error.param or request.subject) from None
 
     async def vectors(self, request: EmbeddingsRequest) -> list[Vector]:
         """Return the vectors of `request`'s inputs, in order, of which a few are computed at a time.
@@ -292,16 +289,28 @@ async def _answering(request: Request, gateway: GatewayDep, record: RecordDep) -
 AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
+@contextmanager
+def _naming(subject: str, kind: type[InvalidRequestError]) -> Iterator[None]:
+    """Have errors of this kind that name no field of the request name `subject`."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(error.message, param=error.param or subject) from None
+
+
 async def _events(
     running: RunningRequest,
     generations: Sequence[Generation],
     answer: Answer,
     accepted: Accepted | None,
     record: RequestRecord,
+    *,
+    subject: str,
 ) -> AsyncGenerator[bytes, None]:
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
     try:
-        accepted = accepted or await running.accepted(generations)
+        with _naming(subject, ContextLengthError):
+            accepted = accepted or await running.accepted(generations)
         if accepted is not None:
             answer.accept(accepted)
         if written := answer.begin():
