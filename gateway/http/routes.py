@@ -205,6 +205,7 @@ class Answering:
         gateway, record = self._gateway, self._record
         admission = gateway.tokenizing if tokenizes else gateway.admission
         body = await read_json(self._request, gateway, record, admission)
+        await self._running.reached(self._request.receive)
         return await gateway.bodies.read(body, partial(kind.read, body, _reading(gateway, record)))
 
     async def respond(
