@@ -1,6 +1,6 @@
 """Serves `/v1/messages`: Anthropic's Messages API, run as every other request is."""
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
@@ -10,24 +10,15 @@ from gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from gateway.http.openapi import body_of, complete, streamed_or_complete
 from gateway.http.routes import (
     AnsweringDep,
-    GatewayDep,
+    InferenceKey,
     RecordDep,
     respond_with,
 )
-from gateway.settings.values import Scope
 
 _PING = ServerSentEvent(event=PING[0], data=PING[1], sep="\n")
 
 
-async def _key(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
-    """Check the key, which these clients send as `x-api-key` or as all others do."""
-    headers = request.headers
-    key = headers.get("x-api-key")
-    presented = headers.get("authorization") if key is None else f"Bearer {key}"
-    record.key_name = gateway.keyring.authorize(presented, Scope.INFERENCE)
-
-
-router = APIRouter(dependencies=[Depends(_key)], default_response_class=Response)
+router = APIRouter(dependencies=[InferenceKey], default_response_class=Response)
 
 
 @router.post(

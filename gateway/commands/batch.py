@@ -280,7 +280,9 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
     while batch.running:
         try:
             if (document := batch.result()) is not None:
-                out.write(json.dumps(document, ensure_ascii=False).encode() + b"\n")
+                written = json.dumps(document, ensure_ascii=False)
+                # Half of a surrogate pair has no UTF-8; in JSON, Python's escape of it is the escape.
+                out.write(written.encode(errors="backslashreplace") + b"\n")
                 out.flush()
                 counts.add(document)
             progress.show(str(counts))

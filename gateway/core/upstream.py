@@ -141,6 +141,14 @@ class Upstream(Protocol):
         """
         ...
 
+    async def reached(self, deadline: float) -> None:
+        """Wait until it is known which models there are, for as long as requests wait for a Triton.
+
+        Args:
+            deadline: of the request that waits, of the event loop's clock.
+        """
+        ...
+
     def models(self) -> list[ModelCard]:
         """Return the models that are meant to be served, ready or not, in a stable order."""
         ...

@@ -107,7 +107,7 @@ class Gateway:
                 "Without keys, models are controlled from this machine only, and not through a proxy:"
                 " add a key with the scope admin."
             )
-        return self.keyring.authorize(headers.get("authorization"), Scope.ADMIN)
+        return self.keyring.authorize(headers, Scope.ADMIN)
 
     def models(self, key: str | None) -> list[ModelCard]:
         """Return the models that the owner of that key may use; None: a caller without a key."""

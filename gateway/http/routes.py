@@ -5,7 +5,8 @@ Dependencies are coroutines, though they await nothing: FastAPI would run plain 
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -75,7 +76,7 @@ RecordDep = Annotated[RequestRecord, Depends(_record)]
 
 
 async def _inference(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
-    record.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.INFERENCE)
+    record.key_name = gateway.keyring.authorize(request.headers, Scope.INFERENCE)
 
 
 def _for_metrics_alone(request: Request, settings: Settings) -> bool:
@@ -89,7 +90,7 @@ async def _metrics(request: Request, gateway: GatewayDep, record: RecordDep) -> 
     if _for_metrics_alone(request, settings):
         return
     if settings.metrics_need_key or not is_loopback(settings.host):
-        record.key_name = gateway.keyring.authorize(request.headers.get("authorization"), Scope.METRICS)
+        record.key_name = gateway.keyring.authorize(request.headers, Scope.METRICS)
 
 
 async def _admin(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
@@ -142,13 +143,13 @@ async def read_body(request: Request, gateway: GatewayDep, record: RecordDep) ->
     return body
 
 
-async def _json_body(request: Request, gateway: GatewayDep, record: RecordDep) -> bytes:
-    return await _read_json(request, gateway, record, gateway.admission)
+async def read_json(request: Request, gateway: Gateway, record: RequestRecord, admission: Admission) -> bytes:
+    """Read a body of JSON, if `admission` has a place for its request.
 
-
-async def _read_json(
-    request: Request, gateway: Gateway, record: RequestRecord, admission: Admission
-) -> bytes:
+    Raises:
+        UnsupportedMediaTypeError: it is declared as something else.
+        GatewayError: as `check_limits` and `read_body`.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("The body must be declared as Content-Type: application/json.")
@@ -178,8 +179,6 @@ def _reading(gateway: Gateway, record: RequestRecord) -> Reading:
     )
 
 
-JsonBody = Annotated[bytes, Depends(_json_body)]
-"""Of what is for the engines; read only if there is a place for it."""
 OptionalBody = Annotated[bytes, Depends(read_body)]
 """Of whatever content type; perhaps empty."""
 
@@ -205,7 +204,8 @@ class Answering:
         """
         gateway, record = self._gateway, self._record
         admission = gateway.tokenizing if tokenizes else gateway.admission
-        body = await _read_json(self._request, gateway, record, admission)
+        body = await read_json(self._request, gateway, record, admission)
+        await self._running.reached(self._request.receive)
         return await gateway.bodies.read(body, partial(kind.read, body, _reading(gateway, record)))
 
     async def respond(
@@ -227,15 +227,13 @@ class Answering:
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
-        try:
+        with _naming(request.subject, ContextLengthError):
             accepted = await running.start(generations, self._request.receive, patience_s=patience_s)
-        except ContextLengthError as error:
-            raise ContextLengthError(error.message, param=error.param or request.subject) from None
         if accepted is not None and not request.stream:
             return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
-            _events(running, generations, answer, accepted, record),
+            _events(running, generations, answer, accepted, record, subject=request.subject),
             on_gone=lambda: running.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
@@ -252,12 +250,10 @@ class Answering:
         record, gateway = self._record, self._gateway
         record.model = gateway.model(request.model, record.key_name).id
         work = request.tokenization(request_id=record.request_id, deadline=record.deadline)
-        try:
+        with _naming(request.subject, InvalidRequestError):
             return await self._running.call(
                 lambda: gateway.upstream.tokenize(work), self._request.receive, admission=gateway.tokenizing
             )
-        except InvalidRequestError as error:
-            raise type(error)(error.message, param=error.param or request.subject) from None
 
     async def vectors(self, request: EmbeddingsRequest) -> list[Vector]:
         """Return the vectors of `request`'s inputs, in order, of which a few are computed at a time.
@@ -294,16 +290,28 @@ async def _answering(request: Request, gateway: GatewayDep, record: RecordDep) -
 AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
+@contextmanager
+def _naming(subject: str, kind: type[InvalidRequestError]) -> Iterator[None]:
+    """Have errors of this kind that name no field of the request name `subject`."""
+    try:
+        yield
+    except kind as error:
+        raise type(error)(error.message, param=error.param or subject) from None
+
+
 async def _events(
     running: RunningRequest,
     generations: Sequence[Generation],
     answer: Answer,
     accepted: Accepted | None,
     record: RequestRecord,
+    *,
+    subject: str,
 ) -> AsyncGenerator[bytes, None]:
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
     try:
-        accepted = accepted or await running.accepted(generations)
+        with _naming(subject, ContextLengthError):
+            accepted = accepted or await running.accepted(generations)
         if accepted is not None:
             answer.accept(accepted)
         if written := answer.begin():

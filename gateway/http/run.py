@@ -132,6 +132,20 @@ class RunningRequest(AsyncIterator[Event]):
         if self._waiting is not None:
             self._waiting.cancel()
 
+    async def reached(self, receive: Receive) -> None:
+        """Wait until it is known which models there are.
+
+        Args:
+            receive: as for `start`.
+
+        Raises:
+            GatewayError: the deadline passed, the client hung up, or the gateway is shutting down.
+        """
+        self._begin(receive)
+        if self._error is not None:  # after the drain
+            raise self._error
+        await self._race(self._gateway.upstream.reached(self._record.deadline))
+
     async def start(
         self,
         generations: Sequence[Generation],
@@ -246,18 +260,24 @@ class RunningRequest(AsyncIterator[Event]):
             self._watcher = None
 
     async def _enter(self, receive: Receive, *, permits: int, admission: Admission | None = None) -> None:
-        """Start everything that can end the request, and wait for admission."""
+        """Wait for admission; whatever can end the request may do so from now on."""
+        admission = admission or self._gateway.admission
+        self._record.generates = admission is self._gateway.admission
+        self._begin(receive)
+        self._charge_key(permits)
+        await self._admit(admission, permits)
+
+    def _begin(self, receive: Receive) -> None:
+        """Start everything that can end the request, once."""
+        if self._watcher is not None:
+            return
         record, gateway = self._record, self._gateway
-        admission = admission or gateway.admission
-        record.generates = admission is gateway.admission
         record.resources.callback(self._forget_error)
         record.resources.enter_context(gateway.drain.registered(self.end))
         deadline = self._loop.call_at(record.deadline, self.end, _too_late())
         record.resources.callback(deadline.cancel)
         self._watcher = self._loop.create_task(self._watch(receive))
         record.resources.push_async_callback(self.stop_watching)
-        self._charge_key(permits)
-        await self._admit(admission, permits)
 
     def _charge_key(self, answers: int) -> None:
         """Count the request against the limits of its key.

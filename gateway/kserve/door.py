@@ -46,7 +46,7 @@ from gateway.kserve.logits import (
     read_prompts,
     read_texts,
 )
-from gateway.limits.admission import Phase
+from gateway.limits.admission import Admission, Phase
 from gateway.settings.values import Contract
 from wire.meta import Segment
 
@@ -175,6 +175,18 @@ class Door:
         """
         await self.gateway.upstream.unload(model, upstream=None)
         return self.gateway.upstream.model(model).id
+
+    def admission(self, key: str | None, model: str | None = None) -> Admission:
+        """Return where a request for inference must find a place before it is read.
+
+        Args:
+            key: the name of the caller's key.
+            model: what it is for; None: only the request tells, so it may be for a tokenizer if there is one.
+        """
+        tokenizes = (model is None or model.endswith(SUFFIX)) and any(
+            card.settings.contract is Contract.LOGITS for card in self.gateway.models(key)
+        )
+        return self.gateway.tokenizing if tokenizes else self.gateway.admission
 
     async def infer(self, request: InferRequest, record: RequestRecord, receive: Receive) -> list[Tensor]:
         """Answer a request for inference; return the outputs that it asks for.

@@ -249,7 +249,7 @@ class GrpcServer:
                 await self._records.admit(record)
                 record.key_name = self._authorize(name, metadata)
                 if name in _INFERENCE:
-                    check_limits(self._gateway, record, self._gateway.admission)
+                    check_limits(self._gateway, record, self._door.admission(record.key_name))
                 remaining_s = context.time_remaining()
                 if remaining_s is not None:
                     limit = asyncio.get_running_loop().time() + remaining_s
@@ -274,7 +274,7 @@ class GrpcServer:
             return self._gateway.authorize_admin(metadata)
         if name in _PROBES:
             return None
-        return self._gateway.keyring.authorize(metadata.get("authorization"), Scope.INFERENCE)
+        return self._gateway.keyring.authorize(metadata, Scope.INFERENCE)
 
     async def _received(self, name: str, data: bytes, record: RequestRecord) -> Any:
         """Count the bytes of a request among those that are held; return the message, or what it asks."""

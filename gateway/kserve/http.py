@@ -156,7 +156,7 @@ async def infer(  # noqa: PLR0917 - FastAPI passes all by name
     request: Request, gateway: GatewayDep, record: RecordDep, door: DoorDep, model: str, version: str = ""
 ) -> Response:
     """Answer the questions of a request."""
-    check_limits(gateway, record, gateway.admission)
+    check_limits(gateway, record, door.admission(record.key_name, model))
     body = await read_body(request, gateway, record)
     header_length = request.headers.get(HEADER_LENGTH)
     inference, binary = await gateway.bodies.read(

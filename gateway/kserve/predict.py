@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from gateway.errors import InvalidRequestError
 from gateway.http.openapi import body_of, complete
-from gateway.http.routes import InferenceKey, JsonBody, RecordDep
+from gateway.http.routes import GatewayDep, InferenceKey, RecordDep, read_json
 from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.http import DoorDep, InputTensor, Items, OutputTensor, no_bool
 from gateway.openai.document import read_object, validate, without_neutral
@@ -116,9 +116,10 @@ class PredictAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     openapi_extra=body_of(PredictRequest),
     responses=complete(PredictAnswer),
 )
-async def predict(request: Request, body: JsonBody, record: RecordDep, door: DoorDep) -> Response:
+async def predict(request: Request, gateway: GatewayDep, record: RecordDep, door: DoorDep) -> Response:
     """Answer a ModelInferRequest in protobuf's JSON."""
-    inference = await door.gateway.bodies.read(body, partial(read_predict_request, body))
+    body = await read_json(request, gateway, record, door.admission(record.key_name))
+    inference = await gateway.bodies.read(body, partial(read_predict_request, body))
     answer = write_predict_answer(inference, await door.infer(inference, record, request.receive))
     return Response(answer, media_type="application/json")
 

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic, time
 
@@ -51,22 +51,26 @@ class Keyring:
         models = self._models.get(name) if name is not None else None
         return not models or not models.isdisjoint(model)
 
-    def authorize(self, header: str | None, scope: Scope) -> str | None:
-        """Check the Authorization header and return the key's name; None when no keys are configured.
+    def authorize(self, headers: Mapping[str, str], scope: Scope) -> str | None:
+        """Check the key that a request presents and return its name; None when no keys are configured.
+
+        It is a bearer token or, without one, `x-api-key`, as Anthropic's clients send it.
 
         Args:
-            header: the header's value, its bytes read as Latin-1 as ASGI does; None when absent.
+            headers: by lower-case names, their bytes read as Latin-1 as ASGI does.
             scope: the one the route needs.
 
         Raises:
-            AuthenticationError: no bearer key, or an unknown one.
+            AuthenticationError: no key, or an unknown one.
             PermissionDeniedError: a known key without `scope`.
         """
         if not self._known:
             return None
-        scheme, _, presented = (header or "").partition(" ")
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            presented = headers.get("x-api-key", "")
         presented = presented.strip(" \t")
-        if scheme.lower() != "bearer" or not presented:
+        if not presented:
             raise AuthenticationError("An API key is needed: send the header Authorization: Bearer KEY.")
         digest = hashlib.sha256(presented.encode("latin-1")).digest()
         found: _Known | None = None

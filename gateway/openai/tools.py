@@ -1,5 +1,6 @@
 """Tools in a chat request (`tools`, and the older `functions`), and calls in its messages."""
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -10,7 +11,7 @@ from pydantic_core import from_json
 from gateway.core.request import NamedTool, PastCall, Tool, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import Items, Strict, Unread
-from gateway.openai.structured import Schema, encode, shallow, too_deep
+from gateway.openai.structured import Schema, shallow, too_deep
 from wire.limits import TOOLS_LIMIT
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}\z")]
@@ -72,9 +73,9 @@ def _as_written(arguments: str) -> str:
     except msgspec.DecodeError:
         try:
             read = from_json(arguments, allow_inf_nan=False, allow_partial="trailing-strings")
-        except ValueError:
+            written = json.dumps(read, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        except ValueError:  # no JSON, or a number beyond floats, which would be written as another one
             return arguments
-        written = encode(shallow(read)).decode()
     return written if isinstance(shallow(read), dict) else arguments
 
 

@@ -84,6 +84,12 @@ class TritonUpstream:
             await self._on_demand.close()
         await self._backends.close()
 
+    async def reached(self, deadline: float) -> None:
+        """Wait for a Triton: see `gateway.core.upstream.Upstream.reached`."""
+        clock, until = asyncio.get_running_loop().time, self._waits_until(deadline)
+        while not (self._knows_models() or self._closed) and clock() < until:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(_ARRIVAL_LOOK_S)
+
     def models(self) -> list[ModelCard]:
         """Return the models to be served, as configured or, by name, as discovered."""
         models = self._backends.models()
@@ -203,7 +209,7 @@ class TritonUpstream:
             GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
         request, clock = attempts.request, asyncio.get_running_loop().time
-        until = min(clock() + self._options.upstream_wait_s, request.deadline - LEFT_S)
+        until = self._waits_until(request.deadline)
         while self._is_absent(request.model) and clock() < until:
             await asyncio.sleep(_ARRIVAL_LOOK_S)
             yield
@@ -221,6 +227,14 @@ class TritonUpstream:
                 raise (attempts.failure or unable(replicas)).to_gateway(request)
             await asyncio.sleep(_PAUSE_S)
             yield
+
+    def _waits_until(self, deadline: float) -> float:
+        """Return until when a request that comes now waits for a Triton."""
+        return min(asyncio.get_running_loop().time() + self._options.upstream_wait_s, deadline - LEFT_S)
+
+    def _knows_models(self) -> bool:
+        """Whether models are configured, or a repository was read."""
+        return bool(self._options.models) or any(backend.listed for backend in self._backends.present())
 
     def _resumed(self, attempts: Attempts) -> None:
         """Count that another replica accepted the request, if that goes on with an answer."""
@@ -337,7 +351,7 @@ class TritonUpstream:
             raise TritonError(Fault.CLOSED, "the pool was closed").to_gateway()
         if model_id in self._backends.models():
             return self._backends.replicas(model_id)
-        if not self._options.models and not any(backend.listed for backend in self._backends.present()):
+        if not self._knows_models():
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
         raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
 

@@ -128,6 +128,11 @@ class PublicModels:
         await asyncio.gather(*self._retiring.values(), return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in (*self._pools.values(), *self._retiring)))
 
+    async def reached(self, deadline: float) -> None:
+        """See `gateway.core.upstream.Upstream.reached`."""
+        for pool in tuple(self._pools.values()):
+            await pool.reached(deadline)
+
     def models(self) -> list[ModelCard]:
         """See `gateway.core.upstream.Upstream.models`."""
         if self._served:

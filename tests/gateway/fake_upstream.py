@@ -162,6 +162,9 @@ class FakeUpstream:
         given = request.prompt.ids if isinstance(request.prompt, TokenIds) else request.prompt.text
         return Vector(values=[float(len(given)), 0.5], tokens=len(given))
 
+    async def reached(self, deadline: float) -> None:
+        pass
+
     def models(self) -> list[ModelCard]:
         return [
             ModelCard(

@@ -114,9 +114,8 @@ async def test_keys() -> None:
         limited = await ask(served, key="sk-1")
         assert error_of(limited)[:2] == (429, "rate_limit_error")
         assert int(limited.headers["retry-after"]) > 0
-        # Of other routes, this header is none of their business.
         models = await served.http.get("/v1/models", headers={"x-api-key": "sk-1"})
-        assert (models.status_code, set(models.json())) == (401, {"error"})
+        assert models.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,15 @@ async def test_each_line_has_its_answer_or_its_error(tmp_path: Path) -> None:
     assert found["b"]["response"]["body"]["error"]["param"] == "temperature"
 
 
+async def test_half_of_a_surrogate_pair_costs_its_own_line_at_most(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", line("\ud800"), line("b", "\ud800"), line("c")), tmp_path / "out"
+    async with on_socket(FakeUpstream()) as served:
+        assert (await ask(served, source, out))[0] == 1
+        assert "3 of 3 done, 1 failed" in (await ask(served, source, out))[1]
+    found = {name: each["response"]["status_code"] for name, each in read(out).items()}
+    assert found == {"\ud800": 200, "b": 400, "c": 200}
+
+
 async def test_nothing_is_asked_twice(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in", *(line(name, name) for name in "abc")), tmp_path / "out"
     upstream = FakeUpstream()

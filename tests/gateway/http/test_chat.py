@@ -209,6 +209,26 @@ async def test_pings_while_the_model_is_loaded(path: str, fails: bool) -> None:
         assert data_of(text)[-1] == "data: [DONE]"
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "said"),
+    [(CHAT, "messages", MESSAGES), ("/v1/completions", "prompt", "x"), ("/v1/responses", "input", "x")],
+)
+async def test_a_prompt_too_long_for_a_model_that_was_loaded_is_named(
+    path: str, field: str, said: Any
+) -> None:
+    loaded, text = asyncio.Event(), ""
+    upstream = FakeUpstream(lambda _: say_once_loaded(loaded, error=ContextLengthError("too long")))
+    async with on_socket(upstream, ping_interval_s=0.1) as served:
+        body = {"model": "glm", "stream": True, field: said}
+        async with served.http.stream("POST", path, json=body) as answer:
+            async for piece in answer.aiter_text():
+                text += piece
+                loaded.set()
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    error = next(each for each in events if "error" in each or each.get("type") == "error")
+    assert error.get("error", error)["param"] == field
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_model_that_is_not_loaded_in_time_is_a_status(stream: bool) -> None:
     loaded, error = asyncio.Event(), UnavailableError("no room", retry_after_s=7)

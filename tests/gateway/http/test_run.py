@@ -113,6 +113,17 @@ async def test_an_end_while_waiting_for_admission(setup: Setup) -> None:
     setup.gateway.admission.release()
 
 
+async def test_an_end_while_waiting_for_a_first_triton(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(_deadline: float) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(setup.upstream, "reached", hang)
+    asyncio.get_running_loop().call_later(0.02, setup.gateway.drain.end)
+    for _ in range(2):  # the second one comes after it
+        with pytest.raises(UnavailableError):
+            await setup.running.reached(connected)
+
+
 async def test_a_permit_granted_in_the_turn_of_an_end_is_not_lost(setup: Setup) -> None:
     await setup.gateway.admission.acquire()
 

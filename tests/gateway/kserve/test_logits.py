@@ -280,6 +280,35 @@ async def test_the_tokenizer_beside_it() -> None:
         assert [each["name"] for each in told] == ["glm", "glm_tokenizer", "org/glm-2"]
 
 
+FULL = {"max_in_flight": 1, "max_waiting": 0, **CONTRACT}
+
+
+async def test_a_full_engine_does_not_keep_its_tokenizer_from_working_over_http() -> None:
+    text = {"name": "TEXT", "datatype": "BYTES", "shape": [1], "contents": {"bytes_contents": ["YQ=="]}}
+    predict = "/MutilBackendService/Predict"
+    async with in_process(FakeUpstream(telling()), **FULL) as served:
+        await served.gateway.admission.acquire()
+        asked = {"inputs": [tensor("TEXT", ["a"], [1])]}
+        answer = await served.http.post("/v2/models/glm_tokenizer/infer", json=asked)
+        assert answer.status_code == 200
+        answer = await served.http.post(predict, json={"model_name": "glm_tokenizer", "inputs": [text]})
+        assert answer.status_code == 200
+        assert (await served.http.post(INFER, json=body())).status_code == 429
+
+
+async def test_a_full_engine_does_not_keep_its_tokenizer_from_working_over_grpc() -> None:
+    request = service_pb2.ModelInferRequest(model_name="glm_tokenizer")
+    request.inputs.add(name="TEXT", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a")
+    async with over_grpc(FakeUpstream(telling()), **FULL) as (served, stub, _):
+        await served.gateway.admission.acquire()
+        assert (await stub.ModelInfer(request)).outputs
+        streamed = stub.ModelStreamInfer(iter([request]))
+        assert (await streamed.read()).infer_response.outputs
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ModelInfer(message())
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_backend_without_logits_says_so() -> None:
     upstream = FakeUpstream(telling())
     upstream.vocabulary = None

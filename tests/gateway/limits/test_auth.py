@@ -37,7 +37,19 @@ def keyring() -> Keyring:
     ("header", "name"), [("Bearer sk-1", "plain"), ("bearer  sk-2 ", "hashed"), ("BEARER sk-2", "hashed")]
 )
 def test_known_keys(keyring: Keyring, header: str, name: str) -> None:
-    assert keyring.authorize(header, Scope.INFERENCE) == name
+    assert keyring.authorize({"authorization": header}, Scope.INFERENCE) == name
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-api-key": "sk-1"},
+        {"x-api-key": "sk-1", "authorization": "Basic cHJveHk6"},
+        {"x-api-key": "for a proxy", "authorization": "Bearer sk-1"},
+    ],
+)
+def test_a_key_may_come_as_anthropics_clients_send_it(keyring: Keyring, headers: dict[str, str]) -> None:
+    assert keyring.authorize(headers, Scope.INFERENCE) == "plain"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +57,7 @@ def test_known_keys(keyring: Keyring, header: str, name: str) -> None:
 )
 def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
     with pytest.raises(AuthenticationError) as refusal:
-        keyring.authorize(header, Scope.INFERENCE)
+        keyring.authorize({} if header is None else {"authorization": header}, Scope.INFERENCE)
     assert "sk-" not in refusal.value.message
 
 
@@ -63,7 +75,7 @@ def test_each_key_is_compared_in_constant_time(presented: str, monkeypatch: pyte
     keyring = Keyring([ApiKey.model_validate(key) for key in KEYS])
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare_digest))
     with contextlib.suppress(AuthenticationError, PermissionDeniedError):
-        keyring.authorize(f"Bearer {presented}", Scope.INFERENCE)
+        keyring.authorize({"authorization": f"Bearer {presented}"}, Scope.INFERENCE)
     digest = hashlib.sha256(presented.encode("latin-1")).digest()
     assert [other for _, other in compared] == [digest] * len(KEYS)
     assert {len(each) for each, _ in compared} == {len(digest)}
@@ -77,15 +89,15 @@ async def test_a_key_beyond_ascii_is_sent_as_its_utf8() -> None:
 
 
 def test_scopes(keyring: Keyring) -> None:
-    assert keyring.authorize("Bearer sk-3", Scope.ADMIN) == "operator"
+    assert keyring.authorize({"authorization": "Bearer sk-3"}, Scope.ADMIN) == "operator"
     with pytest.raises(PermissionDeniedError):
-        keyring.authorize("Bearer sk-3", Scope.INFERENCE)
+        keyring.authorize({"authorization": "Bearer sk-3"}, Scope.INFERENCE)
     with pytest.raises(PermissionDeniedError):
-        keyring.authorize("Bearer sk-1", Scope.ADMIN)
+        keyring.authorize({"authorization": "Bearer sk-1"}, Scope.ADMIN)
 
 
 def test_without_keys_everybody_may() -> None:
-    assert Keyring([]).authorize(None, Scope.ADMIN) is None
+    assert Keyring([]).authorize({}, Scope.ADMIN) is None
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_refused_by_name(parameters: dict[str, Any], param: str) -> None:
         ("Hm.", "Hm."),
         ("", "{}"),
         ('{"zone": NaN}', '{"zone": NaN}'),
+        ('{"zone": 1e400}', '{"zone": 1e400}'),
+        ('{"zone": [-1e400, "Eur', '{"zone": [-1e400, "Eur'),
         (r'{"zone": "\ud800"}', r'{"zone": "\ud800"}'),
     ],
 )

@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
+from gateway.app import create_app, triton_upstream
 from gateway.core.events import Accepted, Delta, Heartbeat
 from gateway.errors import ModelNotFoundError, UnavailableError
+from gateway.settings import Settings
 from gateway.triton import backends
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, health, ready_on
@@ -250,6 +253,26 @@ async def test_requests_wait_for_the_first_triton(
     assert pool.replicas() == []
     resolver.records["triton"] = [triton.address]
     assert [type(event) async for event in events if type(event) is not Heartbeat][:2] == [Accepted, Delta]
+
+
+@pytest.mark.parametrize("models", [{}, {"m": {"entry": "m"}}])
+@pytest.mark.parametrize(("model", "status"), [("m", 200), ("other", 404)])
+async def test_they_wait_whether_models_are_named_or_found(
+    triton: FakeTriton, resolver: FakeResolver, models: Any, model: str, status: int
+) -> None:
+    values = {"upstreams": [NAME], "models": models, "upstream_wait_s": 60.0}
+    settings = Settings.model_validate(values)
+    app = create_app(settings, triton_upstream(settings, resolve=resolver))
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+    ):
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        await asyncio.sleep(0.2)
+        assert asking.done() == bool(models and status == 404)
+        resolver.records["triton"] = [triton.address]
+        assert (await asking).status_code == status
 
 
 @pytest.mark.parametrize(("wait_s", "left_s"), [(0.1, 60.0), (60.0, 0.6), (0.0, 60.0)])
