@@ -82,6 +82,9 @@ def read_format(path: Path, raw: Mapping[str, Any]) -> WeightFormat | None:
     readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}
     if method not in readers:
         raise _refused(path, f"quantization_config.quant_method {method!r}")
+    for key in ("transform_config", "rotation"):
+        if found.get(key) and not _in_weights(found[key]):
+            raise _refused(path, f"quantization_config: {key}, which rotates activations,")
     return readers[method](path, found)
 
 
@@ -202,6 +205,15 @@ def _left_out(path: Path, names: object) -> None:
     for name in names if isinstance(names, list) else []:
         if str(name).removeprefix("re:.*") not in HEADS:
             raise _refused(path, f"quantization_config: leaving {name!r} as it is")
+
+
+def _in_weights(transforms: Any) -> bool:
+    """Return whether all of a `transform_config` was applied to the weights before they were stored."""
+    try:
+        applied = [each for group in transforms["config_groups"].values() for each in group["apply"]]
+        return all(each["location"] in ("weight_input", "weight_output") for each in applied)
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _gptq(path: Path, found: Mapping[str, Any]) -> WeightFormat:

@@ -97,6 +97,8 @@ class MarkedText:
         self._name: str | None = None
         """Of the call that was found, until it is reported."""
         self._arguments: Arguments | None = None
+        self._ends: list[str] = []
+        """The marks that may still come behind them, in their order."""
         self._wrapping = Wrapping.NONE
         self.called = False
         """Whether a call was reported."""
@@ -226,6 +228,7 @@ class MarkedText:
             self._arguments = style.arguments(
                 style.closing or next(iter(self._openings), ""), self._strings.get(head.name, {})
             )
+            self._ends = [mark for mark in (style.fence, style.closing, style.ending) if mark]
             self._unread = self._unread[head.at :]
             self._state = _State.ARGUMENTS
             return
@@ -277,14 +280,18 @@ class MarkedText:
             self._wrapping = Wrapping.ENDED
         said = self._unread.lstrip()
         self._opened = ""
-        if style.closing:
-            if said.startswith(style.closing):
-                self._unread = said.removeprefix(style.closing)
-            elif style.closing.startswith(said) and not over:
+        while self._ends:
+            mark = self._ends[0]
+            if said.startswith(mark):
+                self._unread = said.removeprefix(mark)
+                said = self._unread.lstrip()
+            elif mark.startswith(said) and not over:
                 return
-        elif not said and not over and (self._wrapping is Wrapping.ENDED or style.unmarked):
+            self._ends.pop(0)
+        ended = self._wrapping is Wrapping.ENDED
+        if not (style.closing or said or over) and (ended or style.unmarked):
             return
-        elif self._wrapping is Wrapping.ENDED and said and said[0] in style.separators:
+        if ended and said and said[0] in style.separators:
             self._opened, self._unread = said[0], said[1:]
             self._state = _State.TEXT if said[0] == "]" else _State.CALL
             return

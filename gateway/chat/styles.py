@@ -7,7 +7,18 @@
 | glm45 (GLM-4.5) | `<tool_call>N<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>` |
 | mistral | `[TOOL_CALLS][{"name": N, "arguments": {...}}, ...]`, or `[TOOL_CALLS]N[CALL_ID]I[ARGS]{...}` |
 | llama3 (Llama 3.1 and later) | `{"name": N, "parameters": {...}}`, perhaps after `<|python_tag|>` |
+| deepseek (V3, R1) | a block of calls, each a name behind its type, then the arguments, fenced |
+| deepseek (V3.1) | a block of calls, each a name, a separator and the arguments |
 | glm4 (GLM-4, GLM-4-0414) | the name on a line, then the arguments as an object |
+
+DeepSeek's marks, as vLLM's `deepseek_v3` and `deepseek_v31` read them:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>N
+    ```json
+    {...}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>N<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
 A call whose name comes first is read as it is written, its arguments unchanged. Others are read whole. Where
 values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that, and so
@@ -33,6 +44,12 @@ _CALL: Final = "<tool_call>"
 _CALLED: Final = "</tool_call>"
 _CALLS: Final = "[TOOL_CALLS]"
 _PYTHON: Final = "<|python_tag|>"
+_BLOCK: Final = "<｜tool▁calls▁begin｜>"
+_BLOCK_END: Final = "<｜tool▁calls▁end｜>"
+_BEGIN: Final = "<｜tool▁call▁begin｜>"
+_END: Final = "<｜tool▁call▁end｜>"
+_SEPARATOR: Final = "<｜tool▁sep｜>"
+_FENCE: Final = "```"
 _NAME: Final = re.compile(r"[\w-]{0,128}", re.ASCII)
 """Of a tool, as far as it came."""
 
@@ -203,6 +220,10 @@ class CallStyle:
     """The marks before calls, one of which is there; none: an answer may begin with one."""
     closing: str
     """The mark behind a call, which the answer's end may replace; empty: only that."""
+    fence: str = ""
+    """What may stand between the arguments and that mark."""
+    ending: str = ""
+    """The mark that may stand behind the last of several calls."""
     heads: tuple[re.Pattern[str], ...]
     """How a call begins, one way or another: with its name and, perhaps, the beginning of its arguments."""
     begins: Callable[[str], bool] = lambda _: True
@@ -241,6 +262,13 @@ _ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?
 _PAIRS_HEAD: Final = re.compile(r"\s*([^\s<]+)\s*(<arg_key>)[^<]*</arg_key>\s*<arg_value>")
 _FUNCTION_HEAD: Final = re.compile(r"\s*(?:<function=)?([^\s<>]+)>\s*(<parameter=|</function>)")
 _LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
+
+_TYPED_HEAD: Final = re.compile(
+    rf"\s*(?:{_BEGIN})?\s*\w+{_SEPARATOR}([^\s<{{`]+)[ \t]*\n\s*(?:```(?:json)?\s*)?(\{{)?"
+)
+_SEPARATED_HEAD: Final = re.compile(
+    rf"\s*(?:{_BEGIN})?\s*([^\s<{{`]+){_SEPARATOR}\s*(?:```(?:json)?\s*)?(\{{)"
+)
 
 
 def _named(document: Any) -> CallPart | None:
@@ -318,6 +346,11 @@ def _begins_line(text: str) -> bool:
     return not line or not arguments.strip() or arguments.lstrip().startswith("{")
 
 
+def _begins_named(text: str) -> bool:
+    name, _, _ = text.removeprefix(_BEGIN).lstrip().partition("<")
+    return _BEGIN.startswith(text) or _NAME.fullmatch(name) is not None
+
+
 STYLES: Final = {
     style.name: style
     for style in (
@@ -363,6 +396,15 @@ STYLES: Final = {
             separators=";,",
         ),
         CallStyle(
+            name="deepseek",
+            openings=(_BLOCK, _BEGIN),
+            closing=_END,
+            fence=_FENCE,
+            ending=_BLOCK_END,
+            begins=_begins_named,
+            heads=(_TYPED_HEAD, _SEPARATED_HEAD),
+        ),
+        CallStyle(
             name="glm4",
             openings=(),
             closing="",
@@ -380,7 +422,9 @@ def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
     Args:
         mentions: whether the template has a text in it (`ChatTemplate.mentions`).
     """
-    for mark, name in (
+    for *marks, name in (
+        # DeepSeek's own templates write the calls of the past, and offer no tools.
+        (_SEPARATOR, "tools", "deepseek"),
         (_KEY, "glm45"),
         (_PARAMETER, "qwen3coder"),
         (_CALL, "hermes"),
@@ -389,6 +433,6 @@ def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
         ("ipython", "llama3"),
         ("<|observation|>", "glm4"),
     ):
-        if mentions(mark):
+        if all(mentions(mark) for mark in marks):
             return STYLES[name]
     return None

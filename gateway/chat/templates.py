@@ -260,6 +260,22 @@ class _Unread(str):
         return [("arguments", str(self))]
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments as an object; where a template joins them with text, as DeepSeek's do, the text they are."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str, document: Mapping[str, Any]) -> None:
+        super().__init__(document)
+        self._text = text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, _Unread) else do_items(value)
 
@@ -267,7 +283,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 def _arguments(text: str) -> Any:
     """Return arguments as an object, if they are one."""
     arguments = read_json(text)
-    return _Unread(text) if arguments is None else arguments
+    return _Unread(text) if arguments is None else _Arguments(text, arguments)
 
 
 def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:

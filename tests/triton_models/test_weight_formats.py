@@ -336,6 +336,23 @@ def test_one_that_does_not_fit_is_refused_with_its_real_size(
 COMPRESSED = PACKED["config_groups"]["group_0"]
 
 
+def rotated(*places: str) -> dict[str, Any]:
+    """A `transform_config` as compressed-tensors writes it."""
+    apply = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+    return {"transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": apply}}}}
+
+
+@pytest.mark.parametrize(
+    "transforms", [rotated("weight_input", "weight_output"), {"transform_config": {}, "rotation": None}]
+)
+def test_rotations_that_the_weights_hold_already_need_nothing(
+    tmp_path: Path, transforms: dict[str, Any]
+) -> None:
+    directory, plain = written(tmp_path, "packed")
+    configure(directory, quantization_config=FORMATS["packed"][0] | transforms)
+    same(directory, plain, Int4Linear)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -357,6 +374,10 @@ COMPRESSED = PACKED["config_groups"]["group_0"]
         (tensors_config("nvfp4-pack-quantized", 4, "float", "group"), "'nvfp4-pack-quantized' with 4 bits"),
         (tensors_config("int-quantized", 8, "int", "channel", symmetric=False), "'int-quantized' with 8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        (PACKED | rotated("weight_input", "input"), "transform_config"),
+        (GPTQ | rotated("k_cache"), "transform_config"),
+        (AWQ | {"transform_config": {"config_groups": {"R": {}}}}, "transform_config"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_reading(

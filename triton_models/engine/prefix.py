@@ -2,7 +2,6 @@
 
 import struct
 from collections import defaultdict
-from itertools import takewhile
 
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
@@ -50,9 +49,11 @@ class PrefixCache:
         self._registered: dict[Sequence, int] = {}
         """For each running sequence that uses the cache: how many of its first blocks are registered."""
         self._finder: Sequence | None = None
-        """For whom `find` searched last: whoever waits for room is searched for in every step."""
-        self._found: list[tuple[int, bytes]] = []
-        """What was found, with the keys."""
+        """For whom `find` searched last: whoever waits for room is searched for in every step, and choices of
+        one prompt and beams follow each other."""
+        self._found: list[int] = []
+        """What was found."""
+        self._found_keys: list[bytes] = []
         blocks.on_eviction = self._forget
 
     def find(self, sequence: Sequence) -> list[int]:
@@ -62,11 +63,15 @@ class PrefixCache:
         """
         if sequence.unscored:
             return []
-        known = self._found if sequence is self._finder else []
-        begin = [block for block, _ in takewhile(lambda each: self._keys.get(each[0]) is each[1], known)]
-        found = begin + self._search(sequence, begin)
-        self._finder, self._found = sequence, [(block, self._keys[block]) for block in found]
-        return found
+        count = self._in_common(sequence)
+        # Whose child is still there, that is, too.
+        while count and self._keys.get(self._found[count - 1]) is not self._found_keys[count - 1]:
+            count -= 1
+        begin = self._found[:count]
+        more = self._search(sequence, begin)
+        self._finder, self._found = sequence, begin + more
+        self._found_keys[count:] = [self._keys[block] for block in more]
+        return begin + more
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
@@ -171,6 +176,18 @@ class PrefixCache:
         if self._enabled and request.prefix_cache:
             return PADDING_BLOCK
         return None if request.prefix_group is None else -request.prefix_group
+
+    def _in_common(self, sequence: Sequence) -> int:
+        """Return how many of the blocks found last are a sequence's, too, if they are still there."""
+        last = self._finder
+        if last is sequence:
+            return len(self._found)
+        if last is None or last.request.prompt_ids is not sequence.request.prompt_ids:
+            return 0
+        if self._root(last) != self._root(sequence):
+            return 0
+        tokens = min(len(sequence.request.prompt_ids), len(sequence.tokens) - 1)
+        return min(len(self._found), tokens // self._blocks.block_size)
 
     def _first(self, sequence: Sequence) -> list[int]:
         """Return the registered blocks of a sequence's first tokens, full or not, which stand behind none."""

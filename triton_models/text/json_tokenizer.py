@@ -28,7 +28,8 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer read from `tokenizer.json`.
 
     Attributes:
-        end_ids: every id that the checkpoint says ends an answer.
+        end_ids: every id that the checkpoint says ends an answer, if the model has it; the vocabulary need
+            not.
         begin_ids: the ids with which every text begins.
     """
 
@@ -49,11 +50,12 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self.end_ids = _end_ids(directory, self._tokenizer)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = 1 + max(vocabulary.values(), default=0)
+        self.end_ids = _end_ids(directory, self._tokenizer, size)
         if not self.end_ids:
             raise CheckpointError(f"{directory}: neither generation_config.json nor others name an eos token")
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        pieces: list[str | bytes] = [""] * (1 + max(vocabulary.values(), default=0))
+        pieces: list[str | bytes] = [""] * max(size, *(1 + each for each in self.end_ids))
         read = _reader(file, json.loads(document), self._tokenizer)
         for token, token_id in vocabulary.items():
             if token_id not in special and token_id not in self.end_ids:
@@ -124,13 +126,19 @@ def _reader(
     raise CheckpointError(f"{file}: a vocabulary neither of bytes nor of SentencePiece's strings")
 
 
-def _end_ids(directory: Path, tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """Return the ids that end an answer, each once: first the tokenizer's own."""
+def _end_ids(directory: Path, tokenizer: tokenizers.Tokenizer, size: int) -> list[int]:
+    """Return the ids that end an answer, each once: first the tokenizer's own.
+
+    Published files name some that neither the vocabulary of `size` ids nor the model has: none of those.
+    """
     named = read_optional_json(directory / "tokenizer_config.json").get("eos_token")
     name = named.get("content") if isinstance(named, dict) else named
     found = [tokenizer.token_to_id(name)] if isinstance(name, str) else []
+    config = read_optional_json(directory / "config.json")
     ids = read_optional_json(directory / "generation_config.json").get("eos_token_id")
     if ids is None:
-        ids = read_optional_json(directory / "config.json").get("eos_token_id")
+        ids = config.get("eos_token_id")
     found += ids if isinstance(ids, list) else [ids]
-    return list(dict.fromkeys(each for each in found if isinstance(each, int)))
+    models = config.get("vocab_size")
+    has = range(max(size, models) if isinstance(models, int) else size)
+    return list(dict.fromkeys(each for each in found if isinstance(each, int) and each in has))

@@ -25,6 +25,8 @@ CALLS = {
     "</function>\n</tool_call>",
     "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]',
     "llama3": '{"name": "weather", "parameters": {"city": "Berlin"}}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Berlin"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "glm4": 'weather\n{"city": "Berlin"}',
 }
 
@@ -292,6 +294,7 @@ WRITTEN = {
         "]",
     ],
     "llama3": [CALLS["llama3"], "<|python_tag|>", '{"name": "weather", "parameters": {', ";", '"id": 1'],
+    "deepseek": [*re.split("(?<=｜>)|(?=```)", CALLS["deepseek"]), "weather<｜tool▁sep｜>{", "```", "{}"],
     "glm4": [CALLS["glm4"], "weather\n", "weather", "time\n{}"],
 }
 
@@ -333,6 +336,7 @@ TWO = {
     "qwen3coder without arguments": "<tool_call><function=time></function></tool_call>" * 2,
     "mistral": CALLS["mistral"][:-1] + ', {"name": "time", "arguments": {}}]',
     "llama3": CALLS["llama3"] + "; " + CALLS["llama3"],
+    "deepseek": CALLS["deepseek"] + CALLS["deepseek"],
     "glm4": CALLS["glm4"] + "\n" + CALLS["glm4"],
     "hermes without arguments": '<tool_call>{"name": "time"}</tool_call>' * 2,
 }

@@ -109,6 +109,19 @@ def test_arguments_of_the_past_that_are_no_object_stay_text(written: str) -> Non
     assert f'"weather": {json.dumps(written)}' in ChatTemplate({"default": TURNS}, {}).render(talk)
 
 
+def test_arguments_of_the_past_may_be_joined_with_text() -> None:
+    """As DeepSeek's templates do it, made for OpenAI's form, which has them as text."""
+    template = (
+        "{% set written = messages[0].tool_calls[0].function.arguments %}"
+        "{{ 'f\\n' + written + '\\n' }}{{ written + ' ' + written }} {{ written | tojson }} {{ written.a }}"
+    )
+    call = PastCall(id="1", name="f", arguments='{"a":1 }')
+    talk = Conversation((Message(role="assistant", content="", calls=(call,)),))
+    assert ChatTemplate({"default": template}, {}).render(talk) == (
+        'f\n{"a":1 }\n{"a":1 } {"a":1 } {"a": 1} 1'
+    )
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     ours = ChatTemplate({"default": TURNS}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.triton_models.engine.fake_model import GREEDY, FakeModel, continuation, request
+from tests.triton_models.engine.test_prefix import CountedKeys
 from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
 from triton_models.engine.backend import PLAIN
@@ -261,6 +262,16 @@ def test_beams_hold_the_same_blocks() -> None:
         runner.step()
     # Those of the prompt, and each beam's copy of the last.
     assert max(used) <= 20 + 2 * 8
+
+
+def test_the_prompt_is_not_looked_up_for_each_beam() -> None:
+    runner = Runner(max_batched_tokens=200)
+    runner.add(search(prompt=[7] * 80, width=8, stop=frozenset()))
+    runner.step()
+    prefixes: Any = runner.engine._scheduler._prefixes
+    prefixes._key = counted = CountedKeys(prefixes._key)
+    runner.run()
+    assert counted.packed <= 11 * 8 * 4, "in each step, what was generated of each beam"
 
 
 def test_what_is_evicted_is_computed_once_for_all_beams() -> None:

@@ -423,3 +423,16 @@ def test_what_was_evicted_while_one_waited_is_not_found() -> None:
     assert waiting.cached_tokens is not None
     assert 0 < waiting.cached_tokens < 32
     assert waiting.blocks[0] in table.scheduler._prefixes._keys
+
+
+def test_choices_of_one_prompt_look_it_up_once() -> None:
+    table = Table()
+    prefixes: Any = table.scheduler._prefixes
+    prompt = tuple(range(33))
+    table.finish(table.add(prompt, count=1))
+    prefixes._key = counted = CountedKeys(prefixes._key)
+    choices = [table.add(prompt, shares=shares) for shares in (True, True, False, True, True)]
+    table.step()
+    assert [each.cached_tokens for each in choices] == [32, 32, 0, 32, 32]
+    assert counted.packed <= 2 * 8, "once more, behind the one that keeps out"
+    assert choices[0].blocks[:8] == choices[-1].blocks[:8] != choices[2].blocks[:8]

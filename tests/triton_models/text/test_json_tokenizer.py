@@ -62,6 +62,24 @@ def test_what_ends_an_answer_is_what_the_generation_says(tmp_path: Path) -> None
     assert JsonTokenizer(tmp_path).end_ids[1:] == [8, 9]
 
 
+def test_ids_that_the_model_has_not_end_nothing(tmp_path: Path) -> None:
+    """What the model has beyond the tokenizer's own does, in grammars too."""
+    write_tokenizer(tmp_path)
+    own = JsonTokenizer(tmp_path)
+    config = {"vocab_size": own.size + 40, "eos_token_id": [own.size + 33, own.size + 40, 2**40, -1]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = JsonTokenizer(tmp_path)
+    assert tokenizer.end_ids == [own.eos_id, own.size + 33]
+    assert tokenizer.size == own.size + 34
+    assert tokenizer.encode("the") == own.encode("the")
+    mask = Grammars(tokenizer, TemplateFormat(tokenizer)).compile(Grammar("json_object")).mask()
+    for token_id in (*tokenizer.encode("{}"), own.size + 33):
+        mask.accept(token_id)
+
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": own.size}), encoding="utf-8")
+    assert (JsonTokenizer(tmp_path).end_ids, JsonTokenizer(tmp_path).size) == (own.end_ids, own.size)
+
+
 BLOCKS = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257, "i": 258, "▁h": 259}
 """A vocabulary as SentencePiece's: spaces as a block, and bytes for what it does not hold."""
 
