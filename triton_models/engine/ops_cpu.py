@@ -1,10 +1,13 @@
-"""A step's operations for CPUs in float32, compiled for the CPU at hand: `ops_cpu.c` is built at the start.
+"""A step's operations for CPUs in float32, compiled for the CPU at hand: the folder `cpu` is, at the start.
 
 A call of a torch operator costs as much as a small product, and attention is dozens of them, which copy all
 keys and values besides. Here a layer is seven calls.
 """
 
+import contextlib
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -28,12 +31,13 @@ from triton_models.engine.quantised import Int4Linear, Int8Linear
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, draw_rows, sample
 from triton_models.engine.sampling import GREEDY_BELOW
 
-_SOURCE = Path(__file__).with_suffix(".c")
+_SOURCES = Path(__file__).parent / "cpu"
 _COMPILERS = "cc", "gcc", "clang"
 _FLAGS = "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-w"
 _COMPILES_WITHIN_S = 60
+_CPU = Path("/proc/cpuinfo")
 _LANES = 16
-"""The widths of norms are multiples of the source's, of which this is the largest."""
+"""The widths of norms are multiples of the sources', of which this is the largest."""
 _SIZES = 16, 32, 64, 128
 """Sizes of KV blocks that its attention takes."""
 _TILE_ROWS = 8
@@ -48,7 +52,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class _Step(ctypes.Structure):
-    """`struct step` of the source."""
+    """`struct step` of the sources."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("positions", "slots", "tables", "tiles")),
@@ -58,7 +62,7 @@ class _Step(ctypes.Structure):
 
 
 class _Matrix(ctypes.Structure):
-    """`struct matrix` of the source."""
+    """`struct matrix` of the sources."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("numbers", "scales", "zeros", "bias")),
@@ -68,7 +72,7 @@ class _Matrix(ctypes.Structure):
 
 
 class _Kind(IntEnum):
-    """`enum kind` of the source."""
+    """`enum kind` of the sources."""
 
     FLOAT32 = 0
     INT8 = 1
@@ -81,9 +85,9 @@ class NotCompiledError(Exception):
 
 @cache
 def compiled() -> ctypes.CDLL:
-    """Compile the operations for this CPU, and return them.
+    """Compile the operations for this CPU, unless that was done before, and return them.
 
-    It takes a third of a second, so nothing is kept for the next process.
+    It takes a second. What comes of it is kept in the user's folder for caches, if that can be written.
 
     Raises:
         NotCompiledError: there is no compiler, or it failed.
@@ -92,9 +96,7 @@ def compiled() -> ctypes.CDLL:
     if compiler is None:
         raise NotCompiledError("no C compiler was found")
     try:
-        # Once loaded, the file may go.
-        with tempfile.TemporaryDirectory(prefix="tritongate-", ignore_cleanup_errors=True) as folder:
-            loaded = _build(compiler, Path(folder) / "ops_cpu.so")
+        loaded = _load(compiler)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.splitlines() or [f"it ended with {error.returncode}"]
         raise NotCompiledError(f"{compiler}: {lines[0]}") from error
@@ -107,11 +109,38 @@ def compiled() -> ctypes.CDLL:
     return loaded
 
 
-def _build(compiler: str, library: Path) -> ctypes.CDLL:
-    command = [compiler, *_FLAGS, "-o", str(library), str(_SOURCE), "-lm"]
-    # Our own source, by the compiler of this machine.
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILES_WITHIN_S)  # noqa: S603
-    return ctypes.CDLL(str(library))
+def _load(compiler: str) -> ctypes.CDLL:
+    kept = _cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory(prefix="tritongate-", ignore_cleanup_errors=True) as folder:
+        library = Path(folder) / "cpu.so"
+        command = [compiler, *_FLAGS, "-o", str(library), *map(str, sorted(_SOURCES.glob("*.c"))), "-lm"]
+        # Our own sources, by the compiler of this machine.
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILES_WITHIN_S)  # noqa: S603
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            copied = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(library, copied)
+            copied.replace(kept)  # at once, or another process might load a part of it
+        # Once loaded, the file may go.
+        return ctypes.CDLL(str(library))
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "tritongate"
+
+
+def _fingerprint(compiler: str) -> str:
+    """Return what tells apart what different compilers make of different sources for different CPUs."""
+    cpu = [
+        line
+        for line in _CPU.read_text(encoding="utf-8").splitlines()
+        if line.startswith(("flags", "Feat", "model"))
+    ]
+    parts = [compiler, str(Path(compiler).stat().st_mtime_ns), *_FLAGS, *sorted(set(cpu))]
+    contents = [path.read_bytes() for path in sorted(_SOURCES.iterdir()) if path.suffix in {".c", ".h"}]
+    return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *contents])).hexdigest()[:32]
 
 
 def cpu_operations(model: CausalModel, cache: KVCache, rows: int) -> "CpuOperations | TorchOperations":

@@ -1,9 +1,11 @@
 import platform
 import random
 import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,9 +176,11 @@ def test_layer_norms_are_torchs() -> None:
 
 
 @pytest.fixture
-def compiles_anew() -> Iterator[None]:
+def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where a compilation is kept: nothing yet, and nothing is loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     compiled.cache_clear()
-    yield
+    yield tmp_path / "caches" / "tritongate"
     compiled.cache_clear()
 
 
@@ -225,7 +229,7 @@ def test_a_rows_attention_does_not_depend_on_how_its_sequence_was_divided(heads:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86's")
-@pytest.mark.usefixtures("compiles_anew")
+@pytest.mark.usefixtures("caches")
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64"])
 def test_processors_with_shorter_registers(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = [f"-march={level}" if flag == "-march=native" else flag for flag in ops_cpu._FLAGS]
@@ -303,21 +307,68 @@ def test_of_equal_logits_the_first_is_the_most_likely() -> None:
     assert choose(logits, rules(2, temperatures=torch.zeros(2)))[0].tolist() == [0, 70]
 
 
-@pytest.mark.usefixtures("compiles_anew")
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return the list of those from now on."""
+    made: list[object] = []
+    run = subprocess.run
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return run(*args, **options)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    return made
+
+
+def test_it_is_compiled_once_for_all_processes(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compilations(monkeypatch)
+    compiled()
+    (kept,) = caches.iterdir()
+    assert caches.stat().st_mode & 0o777 == 0o700
+    compiled.cache_clear()
+    compiled()
+    assert len(made) == 1
+    # What is damaged, or of other flags or another CPU, is compiled anew.
+    kept.unlink()  # not emptied: this process still uses it
+    kept.write_bytes(b"")
+    compiled.cache_clear()
+    assert compiled().lanes() > 0
+    monkeypatch.setattr(ops_cpu, "_FLAGS", (*ops_cpu._FLAGS, "-O2"))
+    compiled.cache_clear()
+    compiled()
+    other = caches / "cpuinfo"
+    other.write_text("flags : fpu\n", encoding="utf-8")
+    monkeypatch.setattr(ops_cpu, "_CPU", other)
+    compiled.cache_clear()
+    compiled()
+    assert len(made) == 4
+
+
+def test_what_cannot_be_kept_is_compiled_all_the_same(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compilations(monkeypatch)
+    caches.parent.mkdir()
+    caches.write_text("", encoding="utf-8")
+    for _ in range(2):
+        assert compiled().lanes() > 0
+        compiled.cache_clear()
+    assert len(made) == 2
+
+
+@pytest.mark.usefixtures("caches")
 def test_without_a_compiler_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NotCompiledError, match="no C compiler was found"):
         compiled()
 
 
-@pytest.mark.usefixtures("compiles_anew")
+@pytest.mark.usefixtures("caches")
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         ("echo 'it is broken' >&2; exit 1", "it is broken"),
         ("exit 1", "it ended with 1"),
         ("exec sleep 60", "timed out"),
-        ("while [ $1 != -o ]; do shift; done; echo nothing > $2", "ops_cpu.so"),
+        ("while [ $1 != -o ]; do shift; done; echo nothing > $2", "cpu.so"),
     ],
 )
 def test_a_compiler_that_fails_is_told(

@@ -195,7 +195,9 @@ def test_products_of_normed_inputs(
         monkeypatch.setattr(ops_cuda, name, most)
     if device.type != "cuda":
         # The library's, which is for GPUs.
-        monkeypatch.setattr(ops_cuda, "scaled_product", lambda x, by: by(x[0].float() * x[1][:, None]))
+        monkeypatch.setattr(
+            ops_cuda, "scaled_product", lambda x, by: by((x[0].float() * x[1][:, None]).bfloat16())
+        )
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
     )
