@@ -314,6 +314,15 @@ def generation(**changes: Any) -> Generation:
     return Generation(**(fields | changes))
 
 
+def infer_request() -> service_pb2.ModelInferRequest:
+    """A request to `m`, of tensors that nobody reads."""
+    request = service_pb2.ModelInferRequest(model_name="m", id="req-1")
+    for name in ("prompt", "history", "sampling"):
+        request.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
+        request.raw_input_contents.append(pack_strings([b"{}"]))
+    return request
+
+
 def hanging(*responses: Response) -> Script:
     """An answer that stops after `responses` and waits to be cancelled."""
 
