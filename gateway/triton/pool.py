@@ -50,6 +50,9 @@ _UNLOADED = {Fault.NOT_READY, Fault.UNLOADED}
 """Faults of a request whose model was unloaded meanwhile."""
 _DOWN = {ReplicaState.UNREACHABLE, ReplicaState.STUCK}
 _ARRIVAL_LOOK_S = 0.25
+_LOOK_WITHIN_S = 2.0
+"""How long a request waits for a look at its model, if none of its Tritons is known to serve it."""
+_LOOKED_POLL_S = 0.01
 
 
 class TritonUpstream:
@@ -203,6 +206,8 @@ class TritonUpstream:
             GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
         request, clock = attempts.request, asyncio.get_running_loop().time
+        if self._on_demand is None:
+            await self._look(request.model, min(clock() + _LOOK_WITHIN_S, request.deadline - LEFT_S))
         until = min(clock() + self._options.upstream_wait_s, request.deadline - LEFT_S)
         while self._is_absent(request.model) and clock() < until:
             await asyncio.sleep(_ARRIVAL_LOOK_S)
@@ -221,6 +226,17 @@ class TritonUpstream:
                 raise (attempts.failure or unable(replicas)).to_gateway(request)
             await asyncio.sleep(_PAUSE_S)
             yield
+
+    async def _look(self, model_id: str, until: float) -> None:
+        """Have a model that is not ready probed: another process may just have had it loaded."""
+        replicas = self._find(model_id)
+        if _any_ready(replicas):
+            return
+        looks = [each.look_now() for each in replicas if each.state not in _DOWN]
+        while not (_any_ready(replicas) or all(look.is_set() for look in looks)):
+            if asyncio.get_running_loop().time() >= until:
+                return
+            await asyncio.sleep(_LOOKED_POLL_S)
 
     def _resumed(self, attempts: Attempts) -> None:
         """Count that another replica accepted the request, if that goes on with an answer."""
@@ -343,7 +359,7 @@ class TritonUpstream:
 
     def _card(self, model_id: str, created: int) -> ModelCard:
         replicas = self._backends.replicas(model_id)
-        ready = any(replica.state is ReplicaState.READY for replica in replicas)
+        ready = _any_ready(replicas)
         on_demand = self._on_demand is not None
         wanted = any(replica.state in _DOWN if on_demand else replica.wanted for replica in replicas)
         reports = [replica.report for replica in replicas if replica.report is not None]
@@ -358,6 +374,10 @@ class TritonUpstream:
             vocabulary=reports[0].vocabulary if reports else None,
             template_reads=reports[0].template_reads if reports else frozenset(),
         )
+
+
+def _any_ready(replicas: Sequence[Replica]) -> bool:
+    return any(replica.state is ReplicaState.READY for replica in replicas)
 
 
 async def _plain_events(

@@ -114,6 +114,8 @@ class Replica:
         self._dialects = options.dialects
         self._policy = options.health
         self._suspected = asyncio.Event()
+        self._looked = asyncio.Event()
+        """Set once the next look has ended."""
 
     @property
     def upstream(self) -> str:
@@ -179,9 +181,10 @@ class Replica:
             return False
         return True
 
-    def look_now(self) -> None:
-        """Probe it soon."""
+    def look_now(self) -> asyncio.Event:
+        """Probe it soon; returns what is set once that is done."""
         self._suspected.set()
+        return self._looked
 
     def suspect(self, error: TritonError) -> None:
         """Record that a request failed here, and probe it at once if that may be the replica's fault.
@@ -200,8 +203,10 @@ class Replica:
         backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
         while True:
             self._suspected.clear()
+            looked, self._looked = self._looked, asyncio.Event()
             before = self.state
             await self._look()
+            looked.set()
             if self.state is not before:
                 # Also between two bad states: a server that is back and loading will soon be ready.
                 backoff.reset()
