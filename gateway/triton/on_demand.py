@@ -102,8 +102,7 @@ class OnDemand:
         self._backends = backends
         self._control = control
         self._policy = policy
-        self._places: dict[str, _Place] = {}
-        """By address."""
+        self._places: dict[Backend, _Place] = {}
         self._wishes: dict[str, _Wish] = {}
         """By model, in the order in which they were made."""
         self._failed: dict[str, tuple[float, UnavailableError]] = {}
@@ -192,9 +191,8 @@ class OnDemand:
 
     async def _look(self) -> None:
         """Read all repositories, then decide without a pause, so that no request comes in between."""
-        present = {backend.address: backend for backend in self._backends.present()}
         self._places = {
-            address: self._places.get(address) or _Place(backend) for address, backend in present.items()
+            backend: self._places.get(backend) or _Place(backend) for backend in self._backends.present()
         }
         places = list(self._places.values())
         await asyncio.gather(*map(self._read, places))

@@ -12,6 +12,7 @@ from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError, UnavailableError
 from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState
+from tests.gateway.triton.fake_resolver import NAME
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
 
 IN_MEMORY = {"LOADING", "READY", "UNLOADING"}
@@ -31,10 +32,10 @@ def in_memory(triton: FakeTriton) -> set[str]:
 def demand(serve: Any) -> Any:
     """Starts a pool that loads the models of a Triton on demand."""
 
-    async def start(triton: FakeTriton, *more: FakeTriton, models: Any = None, **policy: Any) -> Any:
+    async def start(*tritons: FakeTriton, models: Any = None, options: Any = None, **policy: Any) -> Any:
         rules = OnDemandPolicy(**{"min_loaded_s": 0.05} | policy)
-        names = list(triton.models) if models is None else models
-        return await serve(triton, *more, models=names, ready=False, on_demand=rules)
+        names = list(tritons[0].models) if models is None else models
+        return await serve(*tritons, models=names, ready=False, on_demand=rules, **options or {})
 
     return start
 
@@ -388,3 +389,20 @@ async def test_errors_of_the_request_itself_stay_what_they_are(triton: FakeTrito
         await ask(pool, "other")
     assert raised.value.status == 404
     assert triton.orders == []
+
+
+async def test_a_triton_that_was_gone_for_a_moment_is_used_again(
+    triton: FakeTriton, demand: Any, resolver: Any
+) -> None:
+    unloaded(triton, "a")
+    resolver.records["triton"] = [triton.address]
+    named = {"names": [NAME], "resolve": resolver, "resolve_interval_s": 0.01}
+    pool = await demand(models=["a"], options=named)
+    await until(lambda: bool(pool.replicas()))
+    assert await said(pool, "a") == "Hello"
+    await pool.unload("a", upstream=None)
+    resolver.records["triton"] = []
+    await until(lambda: not pool.replicas())
+    resolver.records["triton"] = [triton.address]
+    await until(lambda: bool(pool.replicas()))
+    assert await said(pool, "a") == "Hello"
