@@ -35,7 +35,7 @@ from gateway.triton.admin import UNLOADED_AGAIN, ModelControl, UnloadReason
 from gateway.triton.affinity import rank
 from gateway.triton.backends import Backend, Backends
 from gateway.triton.client import EntryState
-from gateway.triton.errors import TritonError
+from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState, unable
 
@@ -116,11 +116,13 @@ class OnDemand:
         self._watch = asyncio.create_task(self._look_for_ever(), name="load models on demand")
 
     async def close(self) -> None:
-        """Stop; Triton finishes what was begun."""
+        """Stop; Triton finishes what was begun. Requests that wait fail with `Fault.CLOSED`."""
         tasks = [*self._changes, *([] if self._watch is None else [self._watch])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for model in list(self._wishes):
+            self._end(model, TritonError(Fault.CLOSED, "the pool was closed").to_gateway())
 
     async def loading(self, model: str, deadline: float) -> AsyncGenerator[None, None]:
         """Yield about every second until a replica takes requests; end at once if one does.

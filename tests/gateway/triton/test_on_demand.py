@@ -406,3 +406,19 @@ async def test_a_triton_that_was_gone_for_a_moment_is_used_again(
     resolver.records["triton"] = [triton.address]
     await until(lambda: bool(pool.replicas()))
     assert await said(pool, "a") == "Hello"
+
+
+async def test_closing_ends_requests_that_wait_for_a_load(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a")
+
+    async def slow(context: Any) -> None:
+        await asyncio.sleep(60)
+
+    triton.models["a"].load = slow
+    pool = await demand(triton)
+    waiting = asyncio.create_task(said(pool, "a"))
+    await until(lambda: in_memory(triton) == {"a"})
+    await pool.close()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        async with asyncio.timeout(5):
+            await waiting
