@@ -46,6 +46,8 @@ _LOOK_EVERY_S = 1.0
 _LOOK_EVERY_WHILE_WAITING_S = 0.2
 LEFT_S = 0.5
 """What must be left of a request's time: an answer that says why comes before one that only says too late."""
+_READ_WITHIN_S = 1.0
+"""How long a look waits for a repository that was read before: a Triton that hangs must not delay others."""
 _ANSWERS_WITHIN_S = 15.0
 """From when Triton calls a model ready to its first answered probe."""
 _FAILED_FOR_S = 10.0
@@ -73,6 +75,10 @@ class _Place:
     backend: Backend
     states: Mapping[str, EntryState] = field(default_factory=dict)
     """The served models on its disk, at the latest look; none if it did not answer."""
+    known: bool = False
+    """Whether it was ever read, or failed to be."""
+    reading: asyncio.Task[None] | None = None
+    """Still reads them, though the look is over: until it has, nothing is begun here."""
     ready_since: dict[str, float] = field(default_factory=dict)
     used_at: dict[str, float] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -192,18 +198,28 @@ class OnDemand:
             self._wake.clear()
 
     async def _look(self) -> None:
-        """Read all repositories, then decide without a pause, so that no request comes in between."""
+        """Read the repositories, then decide without a pause, so that no request comes in between."""
         self._places = {
             backend: self._places.get(backend) or _Place(backend) for backend in self._backends.present()
         }
         places = list(self._places.values())
-        await asyncio.gather(*map(self._read, places))
+        await self._read_all(places)
         for place in places:
             self._note(place)
         for model, wish in list(self._wishes.items()):
             self._grant(model, wish)
         for place in places:
-            self._unload_needless(place)
+            if place.reading is None:
+                self._unload_needless(place)
+
+    async def _read_all(self, places: list[_Place]) -> None:
+        """Read repositories; one that does not answer soon is waited for by later looks."""
+        reads = {place: place.reading or self._begin(self._read(place)) for place in places}
+        if reads:
+            known = all(place.known for place in places)
+            await asyncio.wait(reads.values(), timeout=_READ_WITHIN_S if known else None)
+        for place, read in reads.items():
+            place.reading = None if read.done() else read
 
     async def _read(self, place: _Place) -> None:
         try:
@@ -212,6 +228,7 @@ class OnDemand:
             states = {}
         models = self._backends.models()
         place.states = {model: state for model, state in states.items() if model in models}
+        place.known = True
 
     def _note(self, place: _Place) -> None:
         """Note what is new about the models of one Triton."""
@@ -251,7 +268,8 @@ class OnDemand:
         elif loaded := [place for place in places if self._is_loaded(model, place)]:
             self._await_answer(model, loaded[0], wish)
         else:
-            self._give_room(model, [place for place in places if not place.states[model].in_memory], wish)
+            free = [each for each in places if each.reading is None and not each.states[model].in_memory]
+            self._give_room(model, free, wish)
 
     def _is_loaded(self, model: str, place: _Place) -> bool:
         return place.states[model] is EntryState.READY and model not in place.unloading

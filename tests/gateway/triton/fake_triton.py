@@ -143,6 +143,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.half_closed = 0
         self.orders: list[str] = []
         """`load NAME` and `unload NAME`, as they came."""
+        self.answers = asyncio.Event()
+        """Unset: it hangs when it is asked what is in its repository."""
+        self.answers.set()
         self._unloading: set[asyncio.Task[None]] = set()
         self.cancelled = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -187,6 +190,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
         await self._permit(context)
+        await self.answers.wait()
         index = service_pb2.RepositoryIndexResponse()
         for name, model in self.models.items():
             index.models.add(name=name, version="1", state=model.state, reason=model.reason)

@@ -422,3 +422,31 @@ async def test_closing_ends_requests_that_wait_for_a_load(triton: FakeTriton, de
     with pytest.raises(UnavailableError, match="shutting down"):
         async with asyncio.timeout(5):
             await waiting
+
+
+@pytest.mark.parametrize("models", ["ab", "b"])
+async def test_a_triton_that_hangs_does_not_delay_the_others(tritons: Any, demand: Any, models: str) -> None:
+    """Whether or not it has the model."""
+    hanging, other = await tritons(), await tritons()
+    unloaded(hanging, *models)
+    unloaded(other, "a")
+    pool = await demand(hanging, other, models=["a", "b"])
+    await said(pool, "b")
+    hanging.answers.clear()
+    async with asyncio.timeout(4):  # a call is given up after 5 s
+        assert await said(pool, "a") == "Hello"
+    assert other.orders == ["load a"]
+    hanging.answers.set()
+    await pool.unload("b", upstream=None)
+    assert await said(pool, "b") == "Hello"
+
+
+async def test_a_triton_that_is_slow_to_say_what_it_has_is_waited_for(
+    triton: FakeTriton, demand: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("gateway.triton.on_demand._READ_WITHIN_S", 0.0)
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=1, min_loaded_s=0)
+    for model in "abab":
+        assert await said(pool, model) == "Hello"
+    assert triton.orders == ["load a", "unload a", "load b", "unload b", "load a", "unload a", "load b"]
