@@ -265,14 +265,29 @@ class OnDemand:
             wish.reason = "it is being loaded"
         elif not places:
             self._end(model, unable(self._backends.replicas(model)).to_gateway())
-        elif loaded := [place for place in places if self._is_loaded(model, place)]:
-            self._await_answer(model, loaded[0], wish)
-        else:
-            free = [each for each in places if each.reading is None and not each.states[model].in_memory]
-            self._give_room(model, free, wish)
+        elif soon := [place for place in places if self._may_answer(model, place)]:
+            wish.reason = "it is loaded, but does not answer yet"
+            for place in soon:
+                replica = place.backend.replicas.get(model)
+                if replica is not None:  # else its contract is being read
+                    replica.look_now()
+        elif free := [place for place in places if not place.states[model].in_memory]:
+            self._give_room(model, [place for place in free if place.reading is None], wish)
+        elif any(self._is_loaded(model, place) for place in places):
+            self._end(model, unable(self._backends.replicas(model)).to_gateway())
 
     def _is_loaded(self, model: str, place: _Place) -> bool:
         return place.states[model] is EntryState.READY and model not in place.unloading
+
+    def _may_answer(self, model: str, place: _Place) -> bool:
+        """Whether Triton calls a model ready, and its replica may soon take requests."""
+        replica = place.backend.replicas.get(model)
+        now = asyncio.get_running_loop().time()
+        return (
+            self._is_loaded(model, place)
+            and (replica is None or replica.state is not ReplicaState.STUCK)
+            and now <= place.ready_since.get(model, now) + _ANSWERS_WITHIN_S
+        )
 
     def _give_room(self, model: str, places: list[_Place], wish: _Wish) -> None:
         """Load a model on one of `places`, or make room there."""
@@ -301,18 +316,6 @@ class OnDemand:
         """Whether the room for a model is for this process to use."""
         limited = self._policy.max_loaded is not None or self._policy.max_loaded_gib is not None
         return not limited or model in place.made_for or now >= place.room_from.get(model, now)
-
-    def _await_answer(self, model: str, place: _Place, wish: _Wish) -> None:
-        """See to a model that Triton calls ready, and whose replica takes no requests yet."""
-        wish.reason = "it is loaded, but does not answer yet"
-        replica = place.backend.replicas.get(model)
-        now = asyncio.get_running_loop().time()
-        if replica is None:
-            return  # its contract is being read
-        if replica.state is ReplicaState.STUCK or now > place.ready_since.get(model, now) + _ANSWERS_WITHIN_S:
-            self._end(model, unable([replica]).to_gateway())
-        else:
-            replica.look_now()
 
     def _leaving(self, place: _Place, planned: Collection[str], *, at_once: bool = False) -> list[str]:
         """Return the loaded models that must go so that the others of `planned` may be loaded.

@@ -13,7 +13,15 @@ from gateway.errors import GatewayError, UnavailableError
 from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME
-from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
+from tests.gateway.triton.fake_triton import (
+    FakeModel,
+    FakeTriton,
+    accepted,
+    finished,
+    generation,
+    refusing,
+    until,
+)
 
 IN_MEMORY = {"LOADING", "READY", "UNLOADING"}
 
@@ -450,3 +458,15 @@ async def test_a_triton_that_is_slow_to_say_what_it_has_is_waited_for(
     for model in "abab":
         assert await said(pool, model) == "Hello"
     assert triton.orders == ["load a", "unload a", "load b", "unload b", "load a", "unload a", "load b"]
+
+
+async def test_a_model_that_is_dead_at_one_triton_is_loaded_at_another(tritons: Any, demand: Any) -> None:
+    dead, other = await tritons(), await tritons()
+    for each in (dead, other):
+        unloaded(each, "a")
+    dead.models["a"].state = "READY"
+    dead.models["a"].probe = refusing("Stub process 'a_0_0' is not healthy.")
+    pool = await demand(dead, other)
+    await until(lambda: pool.replicas()[0].state is ReplicaState.STUCK)
+    assert await said(pool, "a") == "Hello"
+    assert (dead.orders, other.orders) == ([], ["load a"])
