@@ -107,6 +107,7 @@ class FakeModel:
     shape: tuple[int, ...] = (-1, 1)
     declared: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Datatype and shape of inputs that differ from the others."""
+    decoupled: bool = False
     predict: Predict = repeat
     state: str = "READY"
     reason: str = ""
@@ -239,8 +240,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return answer
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await self._ready(request.name, context)
+        model = await self._ready(request.name, context)
         config = model_config_pb2.ModelConfig(name=request.name, backend="python")
+        config.model_transaction_policy.decoupled = model.decoupled
         return service_pb2.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
