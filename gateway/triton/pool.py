@@ -45,11 +45,10 @@ _ATTEMPTS_LIMIT = 3
 _RESUMES_LIMIT = 3
 """How often one answer is resumed: a request that its servers die of must not take down many."""
 _PAUSE_S = 0.25
-"""Between two looks for a replica where an answer can be resumed."""
+"""Between two looks for a replica: where a model that has none starts, or an answer can be resumed."""
 _UNLOADED = {Fault.NOT_READY, Fault.UNLOADED}
 """Faults of a request whose model was unloaded meanwhile."""
 _DOWN = {ReplicaState.UNREACHABLE, ReplicaState.STUCK}
-_ARRIVAL_LOOK_S = 0.25
 _LOOK_WITHIN_S = 2.0
 """How long a request waits for a look at its model, if none of its Tritons is known to serve it."""
 _LOOKED_POLL_S = 0.01
@@ -210,7 +209,7 @@ class TritonUpstream:
             await self._look(request.model, min(clock() + _LOOK_WITHIN_S, request.deadline - LEFT_S))
         until = min(clock() + self._options.upstream_wait_s, request.deadline - LEFT_S)
         while self._is_absent(request.model) and clock() < until:
-            await asyncio.sleep(_ARRIVAL_LOOK_S)
+            await asyncio.sleep(_PAUSE_S)
             yield
         if self._on_demand is not None:
             async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
