@@ -66,6 +66,8 @@ class _Wish:
         self.error: UnavailableError | None = None
         """Why it is not loaded; None after `over`: it may take requests."""
         self.reason = "its turn has not come"
+        self.moved = False
+        """Whether a Triton went while it loaded the model: one more is tried, lest all go with it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -142,10 +144,10 @@ class OnDemand:
         """
         clock = asyncio.get_running_loop().time
         while not self._takes_requests(model):
-            if (failed := self._failed.get(model)) and clock() < failed[0]:
-                raise failed[1]
             wish = self._wishes.get(model)
             if wish is None:
+                if (failed := self._failed.get(model)) and clock() < failed[0]:
+                    raise failed[1]
                 wish = self._wishes[model] = _Wish()
                 self._wake.set()
             wish.waiting += 1
@@ -434,7 +436,7 @@ class OnDemand:
             self._wake.set()
 
     async def _load_failed(self, place: _Place, model: str, error: GatewayError) -> None:
-        """End the wish with `error`, unless others took the room, or unloaded it again."""
+        """End the wish with `error`, unless others took the room or unloaded it, or the Triton went."""
         extra = {"model": model, "upstream": place.backend.address, "detail": error.message}
         _log.warning("model not loaded on demand", extra=extra)
         await self._read(place)
@@ -446,7 +448,11 @@ class OnDemand:
             retry_after_s=math.ceil(_FAILED_FOR_S),
         )
         self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, sent
-        self._end(model, sent)
+        wish = self._wishes.get(model)
+        if wish is not None and not wish.moved and model not in place.states:
+            wish.moved = True
+        else:
+            self._end(model, sent)
 
     async def _unload_on(self, place: _Place, model: str, reason: UnloadReason, heir: str | None) -> None:
         try:
@@ -465,7 +471,9 @@ class OnDemand:
         wish = self._wishes.pop(model, None)
         if wish is None:
             return
-        if error is not None:
+        if error is None:
+            self._failed.pop(model, None)
+        else:
             wish.error = UnavailableError(error.message, retry_after_s=error.retry_after_s)
         wish.over.set()
 

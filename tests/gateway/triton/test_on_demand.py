@@ -6,55 +6,13 @@ import grpc
 import pytest
 
 from gateway.core.batch import together
-from gateway.core.events import Accepted, Delta, Event, Heartbeat
+from gateway.core.events import Accepted, Heartbeat
 from gateway.core.request import PlainText
 from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError, UnavailableError
-from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState
-from tests.gateway.triton.fake_resolver import NAME
-from tests.gateway.triton.fake_triton import (
-    FakeModel,
-    FakeTriton,
-    accepted,
-    finished,
-    generation,
-    refusing,
-    until,
-)
-
-IN_MEMORY = {"LOADING", "READY", "UNLOADING"}
-
-
-def unloaded(triton: FakeTriton, *names: str) -> None:
-    """Put models on the Triton's disk, and nothing into its memory."""
-    triton.models.clear()
-    triton.models.update({name: FakeModel(state="") for name in names})
-
-
-def in_memory(triton: FakeTriton) -> set[str]:
-    return {name for name, model in triton.models.items() if model.state in IN_MEMORY}
-
-
-@pytest.fixture
-def demand(serve: Any) -> Any:
-    """Starts a pool that loads the models of a Triton on demand."""
-
-    async def start(*tritons: FakeTriton, models: Any = None, options: Any = None, **policy: Any) -> Any:
-        rules = OnDemandPolicy(**{"min_loaded_s": 0.05} | policy)
-        names = list(tritons[0].models) if models is None else models
-        return await serve(*tritons, models=names, ready=False, on_demand=rules, **options or {})
-
-    return start
-
-
-async def ask(pool: Any, model: str, **changes: Any) -> list[Event]:
-    return [event async for event in pool.generate(generation(model=model, **changes))]
-
-
-async def said(pool: Any, model: str, **changes: Any) -> str:
-    events = await ask(pool, model, **changes)
-    return "".join(event.text for event in events if isinstance(event, Delta))
+from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, generation, until
+from tests.gateway.triton.on_demand import ask, in_memory, said, unloaded
 
 
 async def test_a_request_loads_its_model_once_for_all_that_wait(
@@ -397,76 +355,3 @@ async def test_errors_of_the_request_itself_stay_what_they_are(triton: FakeTrito
         await ask(pool, "other")
     assert raised.value.status == 404
     assert triton.orders == []
-
-
-async def test_a_triton_that_was_gone_for_a_moment_is_used_again(
-    triton: FakeTriton, demand: Any, resolver: Any
-) -> None:
-    unloaded(triton, "a")
-    resolver.records["triton"] = [triton.address]
-    named = {"names": [NAME], "resolve": resolver, "resolve_interval_s": 0.01}
-    pool = await demand(models=["a"], options=named)
-    await until(lambda: bool(pool.replicas()))
-    assert await said(pool, "a") == "Hello"
-    await pool.unload("a", upstream=None)
-    resolver.records["triton"] = []
-    await until(lambda: not pool.replicas())
-    resolver.records["triton"] = [triton.address]
-    await until(lambda: bool(pool.replicas()))
-    assert await said(pool, "a") == "Hello"
-
-
-async def test_closing_ends_requests_that_wait_for_a_load(triton: FakeTriton, demand: Any) -> None:
-    unloaded(triton, "a")
-
-    async def slow(context: Any) -> None:
-        await asyncio.sleep(60)
-
-    triton.models["a"].load = slow
-    pool = await demand(triton)
-    waiting = asyncio.create_task(said(pool, "a"))
-    await until(lambda: in_memory(triton) == {"a"})
-    await pool.close()
-    with pytest.raises(UnavailableError, match="shutting down"):
-        async with asyncio.timeout(5):
-            await waiting
-
-
-@pytest.mark.parametrize("models", ["ab", "b"])
-async def test_a_triton_that_hangs_does_not_delay_the_others(tritons: Any, demand: Any, models: str) -> None:
-    """Whether or not it has the model."""
-    hanging, other = await tritons(), await tritons()
-    unloaded(hanging, *models)
-    unloaded(other, "a")
-    pool = await demand(hanging, other, models=["a", "b"])
-    await said(pool, "b")
-    hanging.answers.clear()
-    async with asyncio.timeout(4):  # a call is given up after 5 s
-        assert await said(pool, "a") == "Hello"
-    assert other.orders == ["load a"]
-    hanging.answers.set()
-    await pool.unload("b", upstream=None)
-    assert await said(pool, "b") == "Hello"
-
-
-async def test_a_triton_that_is_slow_to_say_what_it_has_is_waited_for(
-    triton: FakeTriton, demand: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("gateway.triton.on_demand._READ_WITHIN_S", 0.0)
-    unloaded(triton, "a", "b")
-    pool = await demand(triton, max_loaded=1, min_loaded_s=0)
-    for model in "abab":
-        assert await said(pool, model) == "Hello"
-    assert triton.orders == ["load a", "unload a", "load b", "unload b", "load a", "unload a", "load b"]
-
-
-async def test_a_model_that_is_dead_at_one_triton_is_loaded_at_another(tritons: Any, demand: Any) -> None:
-    dead, other = await tritons(), await tritons()
-    for each in (dead, other):
-        unloaded(each, "a")
-    dead.models["a"].state = "READY"
-    dead.models["a"].probe = refusing("Stub process 'a_0_0' is not healthy.")
-    pool = await demand(dead, other)
-    await until(lambda: pool.replicas()[0].state is ReplicaState.STUCK)
-    assert await said(pool, "a") == "Hello"
-    assert (dead.orders, other.orders) == ([], ["load a"])
