@@ -62,7 +62,9 @@ class Backend:
         self.leaving: asyncio.Task[None] | None = None
         """Waits until nothing runs there, to close it; None: it may get new requests."""
         self._options = options
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        """Those of `replicas`, by model."""
         self._closed: tuple[Fault, str] | None = None
         if options.warn_of_faults:
             self._spawn(warn_of_faults(self.client), f"look for faults of {address}")
@@ -92,7 +94,7 @@ class Backend:
         replica = self.replicas.get(model)
         if replica is None:
             replica = self.replicas[model] = Replica(model, self.client, self._options)
-            self._spawn(replica.watch(), f"watch {model} on {self.address}")
+            self._watches[model] = self._spawn(replica.watch(), f"watch {model} on {self.address}")
         return replica
 
     def come_back(self) -> None:
@@ -104,15 +106,19 @@ class Backend:
     async def close(self, fault: Fault, detail: str) -> None:
         """Stop watching, and end its running requests with `fault`."""
         self._closed = fault, detail
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas.values():
             await replica.close()
         await self.client.close(fault, detail)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
-        self._tasks.append(asyncio.create_task(work, name=name))
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _discover(self) -> None:
         """Look for models for ever, with growing pauses while the Triton does not answer."""
@@ -145,9 +151,21 @@ class Backend:
         await asyncio.to_thread(self._options.dialects.of, model, metadata)
         return self.add(model)
 
+    async def _forget(self, model: str) -> None:
+        """Watch a model no longer that was deleted from the disk, unless it still serves."""
+        replica = self.replicas[model]
+        if replica.state is not ReplicaState.READY and not replica.outstanding:
+            del self.replicas[model]
+            watch = self._watches.pop(model)
+            watch.cancel()
+            await asyncio.wait({watch})
+            await replica.close()
+
     async def _add_models(self, rejected: set[str]) -> None:
         """Add the models that are loaded; `rejected` are those that were logged as of another contract."""
         states = await self.client.repository()
+        for entry in self.replicas.keys() - states.keys():
+            await self._forget(entry)
         loaded = {entry for entry, state in states.items() if state is EntryState.READY}
         if self._options.on_demand is not None:
             for entry in sorted(states.keys() - loaded - self.replicas.keys() - rejected):
@@ -211,8 +229,8 @@ class Backends:
     def models(self) -> Mapping[str, int]:
         """Return the models to be served, each with the Unix time in seconds at which it was first seen.
 
-        Models that were found stay while their Tritons are down, but not when their last Triton has left and
-        all others were read.
+        Models that were found stay while their Tritons are down, but not when their last Triton has left, or
+        has them on its disk no longer, and all others were read.
         """
         if not self._options.models:
             present = self.present()

@@ -139,9 +139,10 @@ class Client:
         """Which files the newest channel's certificates came from."""
         self._channels: list[grpc.aio.Channel] = []
         """The last one is for new calls. Those with certificates of before stay for what runs on them."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._calls: set[_Call] = set()
         if tls is None:
             self._open(grpc.aio.insecure_channel(address, options=_OPTIONS))
-        self._calls: set[_Call] = set()
         self._closed: tuple[Fault, str] | None = None
 
     async def close(self, fault: Fault = Fault.CLOSED, detail: str = "the client was closed") -> None:
@@ -151,6 +152,7 @@ class Client:
             call.end(fault, detail)
         for channel in self._channels:
             await channel.close()
+        await asyncio.gather(*self._closing)
 
     @property
     def _stub(self) -> service_pb2_grpc.GRPCInferenceServiceStub:
@@ -161,6 +163,16 @@ class Client:
     def _open(self, channel: grpc.aio.Channel) -> None:
         self._channels.append(channel)
         self._newest = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self._close_replaced()
+
+    def _close_replaced(self) -> None:
+        """Close the channels with certificates of before on which nothing runs any more."""
+        used = {self._channels[-1], *(call.channel for call in self._calls)}
+        for channel in set(self._channels) - used:
+            self._channels.remove(channel)
+            closing = asyncio.create_task(channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def _renew(self, tls: Tls) -> None:
         """Open a channel with the certificates that are in the files now, if it has none with those yet."""
@@ -314,13 +326,15 @@ class Client:
     @contextlib.contextmanager
     def _tracked(self, running: grpc.aio.Call, entry: str | None = None) -> Iterator["_Call"]:
         """Let others find and end the call during the block, and end it when the block is left."""
-        call = _Call(running, entry)
+        call = _Call(running, self._channels[-1], entry)
         self._calls.add(call)
         try:
             yield call
         finally:
             self._calls.discard(call)
             running.cancel()
+            if call.channel is not self._channels[-1]:
+                self._close_replaced()
 
 
 def remaining_s(deadline: float) -> float:
@@ -344,8 +358,9 @@ def _entry_state(state: str, reason: str) -> EntryState:
 class _Call:
     """A running call that can be ended from outside with a given error."""
 
-    def __init__(self, running: grpc.aio.Call, entry: str | None) -> None:
+    def __init__(self, running: grpc.aio.Call, channel: grpc.aio.Channel, entry: str | None) -> None:
         self.grpc = running
+        self.channel = channel
         self.entry = entry
         """The repository entry of an inference; None for calls about Triton itself."""
         self._end: tuple[Fault, str] | None = None

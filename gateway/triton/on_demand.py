@@ -35,7 +35,7 @@ from gateway.triton.admin import UNLOADED_AGAIN, ModelControl, UnloadReason
 from gateway.triton.affinity import rank
 from gateway.triton.backends import Backend, Backends
 from gateway.triton.client import EntryState
-from gateway.triton.errors import TritonError
+from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState, unable
 
@@ -46,6 +46,8 @@ _LOOK_EVERY_S = 1.0
 _LOOK_EVERY_WHILE_WAITING_S = 0.2
 LEFT_S = 0.5
 """What must be left of a request's time: an answer that says why comes before one that only says too late."""
+_READ_WITHIN_S = 1.0
+"""How long a look waits for a repository that was read before: a Triton that hangs must not delay others."""
 _ANSWERS_WITHIN_S = 15.0
 """From when Triton calls a model ready to its first answered probe."""
 _FAILED_FOR_S = 10.0
@@ -64,6 +66,8 @@ class _Wish:
         self.error: UnavailableError | None = None
         """Why it is not loaded; None after `over`: it may take requests."""
         self.reason = "its turn has not come"
+        self.moved = False
+        """Whether a Triton went while it loaded the model: one more is tried, lest all go with it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +77,10 @@ class _Place:
     backend: Backend
     states: Mapping[str, EntryState] = field(default_factory=dict)
     """The served models on its disk, at the latest look; none if it did not answer."""
+    known: bool = False
+    """Whether it was ever read, or failed to be."""
+    reading: asyncio.Task[None] | None = None
+    """Still reads them, though the look is over: until it has, nothing is begun here."""
     ready_since: dict[str, float] = field(default_factory=dict)
     used_at: dict[str, float] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -102,8 +110,7 @@ class OnDemand:
         self._backends = backends
         self._control = control
         self._policy = policy
-        self._places: dict[str, _Place] = {}
-        """By address."""
+        self._places: dict[Backend, _Place] = {}
         self._wishes: dict[str, _Wish] = {}
         """By model, in the order in which they were made."""
         self._failed: dict[str, tuple[float, UnavailableError]] = {}
@@ -117,11 +124,13 @@ class OnDemand:
         self._watch = asyncio.create_task(self._look_for_ever(), name="load models on demand")
 
     async def close(self) -> None:
-        """Stop; Triton finishes what was begun."""
+        """Stop; Triton finishes what was begun. Requests that wait fail with `Fault.CLOSED`."""
         tasks = [*self._changes, *([] if self._watch is None else [self._watch])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for model in list(self._wishes):
+            self._end(model, TritonError(Fault.CLOSED, "the pool was closed").to_gateway())
 
     async def loading(self, model: str, deadline: float) -> AsyncGenerator[None, None]:
         """Yield about every second until a replica takes requests; end at once if one does.
@@ -135,10 +144,10 @@ class OnDemand:
         """
         clock = asyncio.get_running_loop().time
         while not self._takes_requests(model):
-            if (failed := self._failed.get(model)) and clock() < failed[0]:
-                raise failed[1]
             wish = self._wishes.get(model)
             if wish is None:
+                if (failed := self._failed.get(model)) and clock() < failed[0]:
+                    raise failed[1]
                 wish = self._wishes[model] = _Wish()
                 self._wake.set()
             wish.waiting += 1
@@ -191,19 +200,28 @@ class OnDemand:
             self._wake.clear()
 
     async def _look(self) -> None:
-        """Read all repositories, then decide without a pause, so that no request comes in between."""
-        present = {backend.address: backend for backend in self._backends.present()}
+        """Read the repositories, then decide without a pause, so that no request comes in between."""
         self._places = {
-            address: self._places.get(address) or _Place(backend) for address, backend in present.items()
+            backend: self._places.get(backend) or _Place(backend) for backend in self._backends.present()
         }
         places = list(self._places.values())
-        await asyncio.gather(*map(self._read, places))
+        await self._read_all(places)
         for place in places:
             self._note(place)
         for model, wish in list(self._wishes.items()):
             self._grant(model, wish)
         for place in places:
-            self._unload_needless(place)
+            if place.reading is None:
+                self._unload_needless(place)
+
+    async def _read_all(self, places: list[_Place]) -> None:
+        """Read repositories; one that does not answer soon is waited for by later looks."""
+        reads = {place: place.reading or self._begin(self._read(place)) for place in places}
+        if reads:
+            known = all(place.known for place in places)
+            await asyncio.wait(reads.values(), timeout=_READ_WITHIN_S if known else None)
+        for place, read in reads.items():
+            place.reading = None if read.done() else read
 
     async def _read(self, place: _Place) -> None:
         try:
@@ -212,6 +230,7 @@ class OnDemand:
             states = {}
         models = self._backends.models()
         place.states = {model: state for model, state in states.items() if model in models}
+        place.known = True
 
     def _note(self, place: _Place) -> None:
         """Note what is new about the models of one Triton."""
@@ -248,13 +267,29 @@ class OnDemand:
             wish.reason = "it is being loaded"
         elif not places:
             self._end(model, unable(self._backends.replicas(model)).to_gateway())
-        elif loaded := [place for place in places if self._is_loaded(model, place)]:
-            self._await_answer(model, loaded[0], wish)
-        else:
-            self._give_room(model, [place for place in places if not place.states[model].in_memory], wish)
+        elif soon := [place for place in places if self._may_answer(model, place)]:
+            wish.reason = "it is loaded, but does not answer yet"
+            for place in soon:
+                replica = place.backend.replicas.get(model)
+                if replica is not None:  # else its contract is being read
+                    replica.look_now()
+        elif free := [place for place in places if not place.states[model].in_memory]:
+            self._give_room(model, [place for place in free if place.reading is None], wish)
+        elif any(self._is_loaded(model, place) for place in places):
+            self._end(model, unable(self._backends.replicas(model)).to_gateway())
 
     def _is_loaded(self, model: str, place: _Place) -> bool:
         return place.states[model] is EntryState.READY and model not in place.unloading
+
+    def _may_answer(self, model: str, place: _Place) -> bool:
+        """Whether Triton calls a model ready, and its replica may soon take requests."""
+        replica = place.backend.replicas.get(model)
+        now = asyncio.get_running_loop().time()
+        return (
+            self._is_loaded(model, place)
+            and (replica is None or replica.state is not ReplicaState.STUCK)
+            and now <= place.ready_since.get(model, now) + _ANSWERS_WITHIN_S
+        )
 
     def _give_room(self, model: str, places: list[_Place], wish: _Wish) -> None:
         """Load a model on one of `places`, or make room there."""
@@ -283,18 +318,6 @@ class OnDemand:
         """Whether the room for a model is for this process to use."""
         limited = self._policy.max_loaded is not None or self._policy.max_loaded_gib is not None
         return not limited or model in place.made_for or now >= place.room_from.get(model, now)
-
-    def _await_answer(self, model: str, place: _Place, wish: _Wish) -> None:
-        """See to a model that Triton calls ready, and whose replica takes no requests yet."""
-        wish.reason = "it is loaded, but does not answer yet"
-        replica = place.backend.replicas.get(model)
-        now = asyncio.get_running_loop().time()
-        if replica is None:
-            return  # its contract is being read
-        if replica.state is ReplicaState.STUCK or now > place.ready_since.get(model, now) + _ANSWERS_WITHIN_S:
-            self._end(model, unable([replica]).to_gateway())
-        else:
-            replica.look_now()
 
     def _leaving(self, place: _Place, planned: Collection[str], *, at_once: bool = False) -> list[str]:
         """Return the loaded models that must go so that the others of `planned` may be loaded.
@@ -413,7 +436,7 @@ class OnDemand:
             self._wake.set()
 
     async def _load_failed(self, place: _Place, model: str, error: GatewayError) -> None:
-        """End the wish with `error`, unless others took the room, or unloaded it again."""
+        """End the wish with `error`, unless others took the room or unloaded it, or the Triton went."""
         extra = {"model": model, "upstream": place.backend.address, "detail": error.message}
         _log.warning("model not loaded on demand", extra=extra)
         await self._read(place)
@@ -425,7 +448,11 @@ class OnDemand:
             retry_after_s=math.ceil(_FAILED_FOR_S),
         )
         self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, sent
-        self._end(model, sent)
+        wish = self._wishes.get(model)
+        if wish is not None and not wish.moved and model not in place.states:
+            wish.moved = True
+        else:
+            self._end(model, sent)
 
     async def _unload_on(self, place: _Place, model: str, reason: UnloadReason, heir: str | None) -> None:
         try:
@@ -444,7 +471,9 @@ class OnDemand:
         wish = self._wishes.pop(model, None)
         if wish is None:
             return
-        if error is not None:
+        if error is None:
+            self._failed.pop(model, None)
+        else:
             wish.error = UnavailableError(error.message, retry_after_s=error.retry_after_s)
         wish.over.set()
 

@@ -45,11 +45,13 @@ _ATTEMPTS_LIMIT = 3
 _RESUMES_LIMIT = 3
 """How often one answer is resumed: a request that its servers die of must not take down many."""
 _PAUSE_S = 0.25
-"""Between two looks for a replica where an answer can be resumed."""
+"""Between two looks for a replica: where a model that has none starts, or an answer can be resumed."""
 _UNLOADED = {Fault.NOT_READY, Fault.UNLOADED}
 """Faults of a request whose model was unloaded meanwhile."""
 _DOWN = {ReplicaState.UNREACHABLE, ReplicaState.STUCK}
-_ARRIVAL_LOOK_S = 0.25
+_LOOK_WITHIN_S = 2.0
+"""How long a request waits for a look at its model, if none of its Tritons is known to serve it."""
+_LOOKED_POLL_S = 0.05
 
 
 class TritonUpstream:
@@ -209,9 +211,11 @@ class TritonUpstream:
             GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
         request, clock = attempts.request, asyncio.get_running_loop().time
+        if self._on_demand is None:
+            await self._look(request.model, min(clock() + _LOOK_WITHIN_S, request.deadline - LEFT_S))
         until = self._waits_until(request.deadline)
         while self._is_absent(request.model) and clock() < until:
-            await asyncio.sleep(_ARRIVAL_LOOK_S)
+            await asyncio.sleep(_PAUSE_S)
             yield
         if self._on_demand is not None:
             async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
@@ -235,6 +239,17 @@ class TritonUpstream:
     def _knows_models(self) -> bool:
         """Whether models are configured, or a repository was read."""
         return bool(self._options.models) or any(backend.listed for backend in self._backends.present())
+
+    async def _look(self, model_id: str, until: float) -> None:
+        """Have a model that is not ready probed: another process may just have had it loaded."""
+        replicas = self._find(model_id)
+        if _any_ready(replicas):
+            return
+        looks = [each.look_now() for each in replicas if each.state not in _DOWN]
+        while not (_any_ready(replicas) or all(look.is_set() for look in looks)):
+            if asyncio.get_running_loop().time() >= until:
+                return
+            await asyncio.sleep(_LOOKED_POLL_S)
 
     def _resumed(self, attempts: Attempts) -> None:
         """Count that another replica accepted the request, if that goes on with an answer."""
@@ -357,7 +372,7 @@ class TritonUpstream:
 
     def _card(self, model_id: str, created: int) -> ModelCard:
         replicas = self._backends.replicas(model_id)
-        ready = any(replica.state is ReplicaState.READY for replica in replicas)
+        ready = _any_ready(replicas)
         on_demand = self._on_demand is not None
         wanted = any(replica.state in _DOWN if on_demand else replica.wanted for replica in replicas)
         reports = [replica.report for replica in replicas if replica.report is not None]
@@ -372,6 +387,10 @@ class TritonUpstream:
             vocabulary=reports[0].vocabulary if reports else None,
             template_reads=reports[0].template_reads if reports else frozenset(),
         )
+
+
+def _any_ready(replicas: Sequence[Replica]) -> bool:
+    return any(replica.state is ReplicaState.READY for replica in replicas)
 
 
 async def _plain_events(

@@ -112,8 +112,12 @@ class Replica:
         self._ready = asyncio.Event()
         self._dialect: Dialect | None = None
         self._dialects = options.dialects
+        self._contract: tuple[object, Dialect] | None = None
+        """What Triton said of the model's tensors, and the dialect that it was found to have."""
         self._policy = options.health
         self._suspected = asyncio.Event()
+        self._looked = asyncio.Event()
+        """Set once the next look has ended."""
 
     @property
     def upstream(self) -> str:
@@ -179,9 +183,10 @@ class Replica:
             return False
         return True
 
-    def look_now(self) -> None:
-        """Probe it soon."""
+    def look_now(self) -> asyncio.Event:
+        """Probe it soon; returns what is set once that is done."""
         self._suspected.set()
+        return self._looked
 
     def suspect(self, error: TritonError) -> None:
         """Record that a request failed here, and probe it at once if that may be the replica's fault.
@@ -200,8 +205,10 @@ class Replica:
         backoff = Backoff(self._policy.backoff_first_s, self._policy.backoff_limit_s)
         while True:
             self._suspected.clear()
+            looked, self._looked = self._looked, asyncio.Event()
             before = self.state
             await self._look()
+            looked.set()
             if self.state is not before:
                 # Also between two bad states: a server that is back and loading will soon be ready.
                 backoff.reset()
@@ -246,11 +253,8 @@ class Replica:
 
     async def _probe(self) -> ModelReport:
         dialect = self._dialect
-        if dialect is None:
-            metadata = await self.client.metadata(self.model)
-            dialect = await asyncio.to_thread(self._dialects.of, self.model, metadata)
-            if dialect.streams is None:
-                dialect = replace(dialect, streams=await self.client.decoupled(self.model))
+        if dialect is None or dialect.probe is None:  # a probe fails where the model has become another
+            dialect = await self._find_dialect()
         if dialect.probe is None:
             if not await self.client.ready(self.model):
                 raise TritonError(Fault.NOT_READY, "Triton does not call it ready")
@@ -263,6 +267,16 @@ class Replica:
             self.in_use_elsewhere = not self.outstanding and await self._used(report)
         self._dialect = dialect  # `suspect` may have removed it meanwhile
         return report
+
+    async def _find_dialect(self) -> Dialect:
+        """Return the dialect of what Triton has loaded now, which it may reload while it calls it ready."""
+        metadata = await self.client.metadata(self.model)
+        if self._dialect is None or self._contract is None or metadata != self._contract[0]:
+            self._contract = metadata, await asyncio.to_thread(self._dialects.of, self.model, metadata)
+        dialect = self._contract[1]
+        if dialect.streams is None:
+            dialect = replace(dialect, streams=await self.client.decoupled(self.model))
+        return dialect
 
     async def _used(self, report: ModelReport) -> bool:
         """Tell whether requests run on it or, if its contract has no probe, have run since the last look."""

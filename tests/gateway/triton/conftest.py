@@ -10,7 +10,7 @@ from prometheus_client import Counter as Metric
 
 from gateway.telemetry.metrics import Metrics
 from gateway.triton import channel as delta_channel
-from gateway.triton.options import HealthPolicy, PoolOptions
+from gateway.triton.options import HealthPolicy, OnDemandPolicy, PoolOptions
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
@@ -129,5 +129,17 @@ async def named(serve: Any, resolver: FakeResolver) -> Any:
         options = {"resolve": resolver, "resolve_interval_s": 0.02, "ready": False} | options
         pool: TritonUpstream = await serve(*tritons, names=names, **options)
         return pool
+
+    return start
+
+
+@pytest.fixture
+def demand(serve: Any) -> Any:
+    """Starts a pool that loads the models of a Triton on demand."""
+
+    async def start(*tritons: FakeTriton, models: Any = None, options: Any = None, **policy: Any) -> Any:
+        rules = OnDemandPolicy(**{"min_loaded_s": 0.05} | policy)
+        names = list(tritons[0].models) if models is None else models
+        return await serve(*tritons, models=names, ready=False, on_demand=rules, **options or {})
 
     return start

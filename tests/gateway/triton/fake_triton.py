@@ -107,6 +107,7 @@ class FakeModel:
     shape: tuple[int, ...] = (-1, 1)
     declared: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Datatype and shape of inputs that differ from the others."""
+    decoupled: bool = False
     predict: Predict = repeat
     state: str = "READY"
     reason: str = ""
@@ -143,6 +144,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.half_closed = 0
         self.orders: list[str] = []
         """`load NAME` and `unload NAME`, as they came."""
+        self.answers = asyncio.Event()
+        """Unset: it hangs when it is asked what is in its repository."""
+        self.answers.set()
         self._unloading: set[asyncio.Task[None]] = set()
         self.cancelled = asyncio.Event()
         self._server: grpc.aio.Server | None = None
@@ -187,6 +191,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
         await self._permit(context)
+        await self.answers.wait()
         index = service_pb2.RepositoryIndexResponse()
         for name, model in self.models.items():
             index.models.add(name=name, version="1", state=model.state, reason=model.reason)
@@ -235,8 +240,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return answer
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await self._ready(request.name, context)
+        model = await self._ready(request.name, context)
         config = model_config_pb2.ModelConfig(name=request.name, backend="python")
+        config.model_transaction_policy.decoupled = model.decoupled
         return service_pb2.ModelConfigResponse(config=config)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -312,6 +318,15 @@ def generation(**changes: Any) -> Generation:
         "deadline": asyncio.get_running_loop().time() + 30,
     }
     return Generation(**(fields | changes))
+
+
+def infer_request() -> service_pb2.ModelInferRequest:
+    """A request to `m`, of tensors that nobody reads."""
+    request = service_pb2.ModelInferRequest(model_name="m", id="req-1")
+    for name in ("prompt", "history", "sampling"):
+        request.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
+        request.raw_input_contents.append(pack_strings([b"{}"]))
+    return request
 
 
 def hanging(*responses: Response) -> Script:

@@ -6,6 +6,8 @@ import grpc
 import pytest
 
 from gateway.core.events import Delta
+from gateway.core.request import PlainText
+from gateway.core.upstream import Tokenization
 from gateway.errors import (
     ConflictError,
     ControlDisabledError,
@@ -17,8 +19,9 @@ from gateway.errors import (
     UpstreamProtocolError,
 )
 from gateway.triton.admin import load_failure
+from gateway.triton.options import HealthPolicy
 from gateway.triton.replicas import ReplicaState
-from tests.gateway.triton.fake_triton import FakeModel, accepted, finished, generation, until
+from tests.gateway.triton.fake_triton import FakeModel, accepted, finished, generation, hanging, until
 
 
 def failing(code: grpc.StatusCode, text: str) -> Any:
@@ -306,6 +309,33 @@ async def test_without_configured_models_any_of_the_tritons_can_be_loaded(triton
     await asyncio.sleep(0.1)
     assert [card.id for card in pool.models()] == ["m", "n"]
     assert len(pool.replicas()) == 2
+
+
+async def test_a_load_by_another_process_is_seen_by_the_request_that_follows_it(
+    triton: Any, serve: Any
+) -> None:
+    """As with `workers`: each has its own pool, and a client does not know which one it reaches."""
+    rare = HealthPolicy(backoff_first_s=3600, backoff_limit_s=3600)
+    triton.model.state = ""
+    pools = [await serve(triton, ready=False, health=rare) for _ in range(2)]
+    await until(lambda: all(pool.replicas()[0].state is ReplicaState.NOT_READY for pool in pools))
+    await load(pools[0])
+    assert [event async for event in pools[1].generate(generation())]
+    await unload(pools[0])
+    await until(lambda: pools[1].model("m").unloaded)
+    await load(pools[0])
+    tokenization = Tokenization(
+        request_id="r", model="m", prompt=PlainText("hi"), deadline=generation().deadline
+    )
+    assert (await pools[1].tokenize(tokenization)).ids == [0, 5]
+
+
+async def test_that_look_does_not_keep_a_request_for_long(triton: Any, serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("gateway.triton.pool._LOOK_WITHIN_S", 0.2)
+    triton.model.probe = hanging()
+    pool = await serve(triton, ready=False, health=HealthPolicy(probe_timeout_s=3600))
+    with pytest.raises(UnavailableError):
+        [event async for event in pool.generate(generation())]
 
 
 async def test_closing_ends_a_change(triton: Any, serve: Any) -> None:

@@ -9,7 +9,15 @@ from tritonclient.grpc import service_pb2
 
 from gateway.triton.client import Backoff, Client, EntryState
 from gateway.triton.errors import Fault, TritonError
-from tests.gateway.triton.fake_triton import FakeModel, accepted, empty_final, hanging, reply, until
+from tests.gateway.triton.fake_triton import (
+    FakeModel,
+    accepted,
+    empty_final,
+    hanging,
+    infer_request,
+    reply,
+    until,
+)
 from wire.strings import pack_strings
 
 
@@ -18,14 +26,6 @@ async def client(triton: Any) -> AsyncIterator[Client]:
     client = Client(triton.address)
     yield client
     await client.close()
-
-
-def infer_request() -> service_pb2.ModelInferRequest:
-    request = service_pb2.ModelInferRequest(model_name="m", id="req-1")
-    for name in ("prompt", "history", "sampling"):
-        request.inputs.add(name=name, datatype="BYTES", shape=(1, 1))
-        request.raw_input_contents.append(pack_strings([b"{}"]))
-    return request
 
 
 def stream(client: Client, *, time_s: float = 30, idle_timeout_s: float = 20) -> Any:

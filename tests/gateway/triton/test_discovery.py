@@ -1,5 +1,6 @@
 """What a backend finds in the repository of its Triton, where the configuration names no models."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,6 +11,7 @@ from gateway.triton.backends import Backend
 from gateway.triton.client import Client, EntryState
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import HealthPolicy, PoolOptions
+from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeModel, until
 
 
@@ -118,3 +120,21 @@ async def test_a_triton_that_is_away_is_asked_again(
         await triton.start()
         await looks(found)
     assert caplog.text.count("models cannot be listed") == 1
+
+
+async def test_what_is_deleted_from_the_disk_is_forgotten_once_it_serves_no_more(
+    triton: Any, found: Found
+) -> None:
+    triton.models["n"] = FakeModel()
+    await looks(found)
+    assert found.backend is not None
+    replica = found.backend.replicas["n"]
+    await until(lambda: replica.state is ReplicaState.READY)
+    with replica.in_use():
+        del triton.models["n"]
+        await until(lambda: replica.state is not ReplicaState.READY)
+        await looks(found)
+        assert found.models == ["m", "n"]
+    await until(lambda: found.models == ["m"], within_s=10)
+    watches = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("watch ")]
+    assert watches == [f"watch m on {triton.address}"]

@@ -6,46 +6,13 @@ import grpc
 import pytest
 
 from gateway.core.batch import together
-from gateway.core.events import Accepted, Delta, Event, Heartbeat
+from gateway.core.events import Accepted, Heartbeat
 from gateway.core.request import PlainText
 from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError, UnavailableError
-from gateway.triton.options import OnDemandPolicy
 from gateway.triton.replicas import ReplicaState
-from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, accepted, finished, generation, until
-
-IN_MEMORY = {"LOADING", "READY", "UNLOADING"}
-
-
-def unloaded(triton: FakeTriton, *names: str) -> None:
-    """Put models on the Triton's disk, and nothing into its memory."""
-    triton.models.clear()
-    triton.models.update({name: FakeModel(state="") for name in names})
-
-
-def in_memory(triton: FakeTriton) -> set[str]:
-    return {name for name, model in triton.models.items() if model.state in IN_MEMORY}
-
-
-@pytest.fixture
-def demand(serve: Any) -> Any:
-    """Starts a pool that loads the models of a Triton on demand."""
-
-    async def start(triton: FakeTriton, *more: FakeTriton, models: Any = None, **policy: Any) -> Any:
-        rules = OnDemandPolicy(**{"min_loaded_s": 0.05} | policy)
-        names = list(triton.models) if models is None else models
-        return await serve(triton, *more, models=names, ready=False, on_demand=rules)
-
-    return start
-
-
-async def ask(pool: Any, model: str, **changes: Any) -> list[Event]:
-    return [event async for event in pool.generate(generation(model=model, **changes))]
-
-
-async def said(pool: Any, model: str, **changes: Any) -> str:
-    events = await ask(pool, model, **changes)
-    return "".join(event.text for event in events if isinstance(event, Delta))
+from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, generation, until
+from tests.gateway.triton.on_demand import ask, in_memory, said, unloaded
 
 
 async def test_a_request_loads_its_model_once_for_all_that_wait(

@@ -97,6 +97,26 @@ async def test_an_unloaded_model_is_not_ready_and_may_come_back_as_another(
         assert replica.serving()[1].chat_format == "chatglm2"
 
 
+async def test_what_triton_reloads_in_place_is_seen(triton: Any, fast: HealthPolicy) -> None:
+    """As its mode `poll` does, and a load of what is loaded: Triton calls the model ready all the time."""
+    common = "text_input", "return_num_output_tokens"
+    vllm, llm_api = (*common, "sampling_parameters"), (*common, "sampling_param_max_tokens")
+    triton.model.inputs = vllm
+    async with watched(triton, fast) as replica:
+        for inputs, decoupled, expected in (
+            (vllm, True, ("vllm", True)),
+            (llm_api, False, ("llm-api", False)),
+            (llm_api, True, ("llm-api", True)),
+        ):
+            triton.model.inputs, triton.model.decoupled = inputs, decoupled
+            await until(
+                lambda expected=expected: (
+                    replica.state is ReplicaState.READY
+                    and (replica.dialect, replica.serving()[0].streams) == expected
+                )
+            )
+
+
 async def test_what_is_not_meant_to_be_loaded_is_told_from_what_is_missed(
     triton: Any, fast: HealthPolicy
 ) -> None:

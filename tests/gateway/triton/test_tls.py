@@ -1,5 +1,7 @@
 """TLS to Tritons: who is believed, and certificates that change."""
 
+import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from gateway.triton.client import Client, Tls
 from gateway.triton.errors import TritonError
 from gateway.triton.resolver import client_tls
 from tests.gateway.certificates import Files, self_signed
-from tests.gateway.triton.fake_triton import FakeTriton
+from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, infer_request, until
 
 
 @asynccontextmanager
@@ -96,6 +98,47 @@ async def test_a_changed_certificate_is_shown_to_the_server(
         shown.replace_by(unknown)
         assert not await live()
         await client.close()
+
+
+async def test_a_replaced_connection_is_closed_after_its_last_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[grpc.aio.Channel] = []
+    secure_channel = grpc.aio.secure_channel
+
+    def noted(*args: Any, **options: Any) -> grpc.aio.Channel:
+        opened.append(secure_channel(*args, **options))
+        return opened[-1]
+
+    def closed() -> list[bool]:
+        return [channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in opened]
+
+    monkeypatch.setattr(clients, "_CERTIFICATES_S", 0.0)
+    monkeypatch.setattr(grpc.aio, "secure_channel", noted)
+    server, first, second = (self_signed(tmp_path, name) for name in ("server", "first", "second"))
+    shown = self_signed(tmp_path, "shown")
+    async with speaking_tls(server) as triton:
+        release = asyncio.Event()
+
+        async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+            yield accepted()
+            await release.wait()
+            yield finished("end", 1)
+
+        triton.model.answer = answer
+        client = Client(triton.address, tls=Tls(TlsFiles(server.cert, shown.cert, shown.key)))
+        responses = client.stream_infer(infer_request(), deadline=math.inf, idle_timeout_s=60)
+        await anext(responses)
+        for renewed in (first, second):  # nothing runs on the one between
+            shown.replace_by(renewed)
+            assert await client.live()
+        await until(lambda: closed() == [False, True, False])
+        release.set()
+        assert len([response async for response in responses]) == 1
+        await until(lambda: closed() == [True, True, False])
+        assert await client.live()
+        await client.close()
+        assert all(closed())
 
 
 @pytest.mark.parametrize(
