@@ -90,7 +90,7 @@ class TritonUpstream:
         """Wait for a Triton: see `gateway.core.upstream.Upstream.reached`."""
         clock, until = asyncio.get_running_loop().time, self._waits_until(deadline)
         while not (self._knows_models() or self._closed) and clock() < until:  # noqa: ASYNC110 - no event
-            await asyncio.sleep(_ARRIVAL_LOOK_S)
+            await asyncio.sleep(_PAUSE_S)
 
     def models(self) -> list[ModelCard]:
         """Return the models to be served, as configured or, by name, as discovered."""
