@@ -22,8 +22,8 @@ REPLICAS = 2
 CLIENTS = 64
 TOKENS = 120
 """Of the shortest answer."""
-FEW_CLIENTS, MANY_TOKENS = 9, 700
-"""One of each kind, and so long that the answers run on while the test finds out which server writes them,
+FEW_CLIENTS, MANY_TOKENS = 27, 900
+"""Three of each kind, and so long that the answers run on while the test finds out which server writes them,
 and while this one may still finish its requests: two seconds."""
 WITHIN_S = 100.0
 PATH = "/v1/chat/completions"
