@@ -33,7 +33,11 @@ from triton_models.engine.sampling import GREEDY_BELOW
 
 _SOURCES = Path(__file__).parent / "cpu"
 _COMPILERS = "cc", "gcc", "clang"
-_FLAGS = "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-w"
+_FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-w"),
+    # On some CPUs gcc would round products in some sums, and not in others that must be the same.
+    *("--param", "avoid-fma-max-bits=0"),
+)
 _COMPILES_WITHIN_S = 60
 _CPU = Path("/proc/cpuinfo")
 _LANES = 16
