@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 FULL_S = 20.0
 """Longer than three probes without an answer in time take to have an engine loaded anew."""
 CLIENTS = 40
-TOKENS = 60
+TOKENS = 150
 """Few: the engine is slowed, so that it is full for so long without taking a processor for so long."""
 MODEL = "line"
 AT_ONCE_S = 10.0
