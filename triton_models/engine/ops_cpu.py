@@ -132,7 +132,10 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "tritongate"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "tritongate"
+    except RuntimeError:  # a user without a home
+        return Path(os.devnull)  # where nothing can be kept
 
 
 def _fingerprint(compiler: str) -> str:

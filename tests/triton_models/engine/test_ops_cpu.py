@@ -340,10 +340,20 @@ def test_it_is_compiled_once_for_all_processes(caches: Path, monkeypatch: pytest
     assert [load(), load()] == [4, 4]
 
 
-def test_what_cannot_be_kept_is_compiled_all_the_same(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("home", [True, False])
+def test_what_cannot_be_kept_is_compiled_all_the_same(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, *, home: bool
+) -> None:
+    def homeless(_path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
     made = compilations(monkeypatch)
-    caches.parent.mkdir()
-    caches.write_text("", encoding="utf-8")
+    if home:
+        caches.parent.mkdir()
+        caches.write_text("", encoding="utf-8")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "expanduser", homeless)
     for _ in range(2):
         assert compiled().lanes() > 0
         compiled.cache_clear()
