@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -34,7 +35,7 @@ from triton_models.engine.sampling import GREEDY_BELOW
 _SOURCES = Path(__file__).parent / "cpu"
 _COMPILERS = "cc", "gcc", "clang"
 _FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", "-w"),
+    *("-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fopenmp", "-shared", "-fPIC", "-w"),
     # On some CPUs gcc would round products in some sums, and not in others that must be the same.
     *("--param", "avoid-fma-max-bits=0"),
 )
@@ -49,6 +50,7 @@ _TILE_ROWS = 8
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "product": (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    "swiglu": (c_void_p, c_int64, c_int64, c_void_p),
     "rms_norm": (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
     "choose": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
     "attend": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p),
@@ -83,34 +85,51 @@ class _Kind(IntEnum):
     INT4 = 2
 
 
+class _Activation(IntEnum):
+    """`enum activation` of the sources."""
+
+    NONE = 0
+    SWIGLU = 1
+    GELU = 2
+
+
 class NotCompiledError(Exception):
     """The operations cannot be had on this machine; the message says why."""
 
 
-@cache
 def compiled() -> ctypes.CDLL:
     """Compile the operations for this CPU, unless that was done before, and return them.
 
     It takes a second. What comes of it is kept in the user's folder for caches, if that can be written.
 
     Raises:
-        NotCompiledError: there is no compiler, or it failed.
+        NotCompiledError: there is no compiler, or all of them failed.
     """
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise NotCompiledError("no C compiler was found")
-    try:
-        loaded = _load(compiler)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.splitlines() or [f"it ended with {error.returncode}"]
-        raise NotCompiledError(f"{compiler}: {lines[0]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiledError(str(error)) from error
-    for name, types in _ARGUMENTS.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = types, None
-    loaded.lanes.argtypes, loaded.lanes.restype = (), c_int
-    return loaded
+    made = _compiled()
+    if isinstance(made, str):
+        raise NotCompiledError(made)
+    return made
+
+
+@cache
+def _compiled() -> ctypes.CDLL | str:
+    """Return the operations, or why there are none."""
+    why = "no C compiler was found"
+    for compiler in filter(None, map(shutil.which, _COMPILERS)):
+        try:
+            loaded = _load(compiler)
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.splitlines() or [f"it ended with {error.returncode}"]
+            why = f"{compiler}: {next((line for line in lines if 'error' in line), lines[0])}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        else:
+            for name, types in _ARGUMENTS.items():
+                function = getattr(loaded, name)
+                function.argtypes, function.restype = types, None
+            loaded.lanes.argtypes, loaded.lanes.restype = (), c_int
+            return loaded
+    return why
 
 
 def _load(compiler: str) -> ctypes.CDLL:
@@ -120,15 +139,34 @@ def _load(compiler: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="tritongate-", ignore_cleanup_errors=True) as folder:
         library = Path(folder) / "cpu.so"
         command = [compiler, *_FLAGS, "-o", str(library), *map(str, sorted(_SOURCES.glob("*.c"))), "-lm"]
-        # Our own sources, by the compiler of this machine.
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILES_WITHIN_S)  # noqa: S603
+        subprocess.run(  # noqa: S603 - our own sources
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_COMPILES_WITHIN_S,
+        )
         with contextlib.suppress(OSError):
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            copied = kept.with_suffix(f".{os.getpid()}")
-            shutil.copyfile(library, copied)
-            copied.replace(kept)  # at once, or another process might load a part of it
+            _keep(library, kept)
+            # Perhaps the other folder is one whose files cannot be executed.
+            return ctypes.CDLL(str(kept))
         # Once loaded, the file may go.
         return ctypes.CDLL(str(library))
+
+
+def _keep(library: Path, kept: Path) -> None:
+    """Copy a library to its place all at once: half of one ends a process that loads it."""
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
+        try:
+            copy.write(library.read_bytes())
+            copy.flush()
+            os.fsync(copy.fileno())
+            Path(copy.name).replace(kept)
+        except OSError:
+            Path(copy.name).unlink(missing_ok=True)
+            raise
 
 
 def _cache_folder() -> Path:
@@ -140,12 +178,9 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     """Return what tells apart what different compilers make of different sources for different CPUs."""
-    cpu = [
-        line
-        for line in _CPU.read_text(encoding="utf-8").splitlines()
-        if line.startswith(("flags", "Feat", "model"))
-    ]
-    parts = [compiler, str(Path(compiler).stat().st_mtime_ns), *_FLAGS, *sorted(set(cpu))]
+    lines = set(_CPU.read_text(encoding="utf-8", errors="replace").splitlines()) if _CPU.exists() else set()
+    cpu = sorted(line for line in lines if line.startswith(("flags", "Features", "model name")))
+    parts = [compiler, str(Path(compiler).stat().st_mtime_ns), *_FLAGS, *(cpu or [platform.node()])]
     contents = [path.read_bytes() for path in sorted(_SOURCES.iterdir()) if path.suffix in {".c", ".h"}]
     return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *contents])).hexdigest()[:32]
 
@@ -205,14 +240,18 @@ class CompiledLinear(Linear):
         """Return `hidden + inputs @ weight.T + bias`: [T, N] and [T, K] give [T, N]."""
         return self.product(inputs, added=hidden.contiguous())
 
-    def product(self, inputs: Tensor, *, added: Tensor | None = None, gated: bool = False) -> Tensor:
-        """Return the product, [T, N]; `gated`: silu(first half) * second half, [T, N / 2]."""
+    def product(
+        self, inputs: Tensor, *, added: Tensor | None = None, activation: _Activation = _Activation.NONE
+    ) -> Tensor:
+        """Return the product, [T, N]; by SWIGLU, silu(first half) * second half, [T, N / 2]."""
         inputs = inputs.contiguous()
-        rows, outputs = len(inputs), self.outputs
-        results = torch.empty((rows, outputs // 2 if gated else outputs), dtype=torch.float32)
+        rows, width = len(inputs), self.outputs
+        if activation is _Activation.SWIGLU:
+            width //= 2
+        results = torch.empty((rows, width), dtype=torch.float32)
         self._compiled.product(
             *(inputs.data_ptr(), rows, byref(self._matrix), added if added is None else added.data_ptr()),
-            *(gated, results.data_ptr(), torch.get_num_threads()),
+            *(activation, results.data_ptr(), torch.get_num_threads()),
         )
         return results
 
@@ -233,8 +272,8 @@ def compile_linear(matrix: Linear) -> Linear:
 class CpuOperations(PlainMath):
     """`StepOperations` by compiled code; all tensors are float32, on the CPU.
 
-    The order of the numbers in a block of the cache is its own. A row's attention depends neither on the
-    other rows of the step nor on how its sequence was divided into steps.
+    The order of the numbers in a block of the cache is its own. As long as all are finite, a row's results
+    depend neither on the other rows of the step nor on how its sequence was divided into steps.
     """
 
     clears_blocks = False
@@ -304,9 +343,21 @@ class CpuOperations(PlainMath):
 
     def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return silu(first half) * second half of `matrix(inputs)`."""
-        if not isinstance(matrix, CompiledLinear) or not matrix.whole:
-            return super().linear_swiglu(inputs, matrix, norm=norm)
-        return matrix.product(inputs if norm is None else self.norm(inputs, norm), gated=True)
+        if isinstance(matrix, CompiledLinear) and matrix.whole:
+            return matrix.product(self._normed(inputs, norm), activation=_Activation.SWIGLU)
+        product = self.linear(inputs, matrix, norm=norm)
+        result = product.new_empty((len(product), product.shape[1] // 2))
+        self._compiled.swiglu(product.data_ptr(), *result.shape, result.data_ptr())
+        return result
+
+    def linear_gelu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
+        """Return GELU of `matrix(inputs)`, in its form with tanh."""
+        if isinstance(matrix, CompiledLinear):
+            return matrix.product(self._normed(inputs, norm), activation=_Activation.GELU)
+        return super().linear_gelu(inputs, matrix, norm=norm)
+
+    def _normed(self, inputs: Tensor, norm: Norm | None) -> Tensor:
+        return inputs if norm is None else self.norm(inputs, norm)
 
 
 def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
@@ -326,8 +377,10 @@ def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
     )
     if inputs.truncated:
         numbers, tokens = logits.numpy(), status[0].numpy()
-        drawn = np.flatnonzero(((temperatures > raced) & (status[2] > 0)).numpy())
-        draw_rows(numbers, tokens, drawn[np.isfinite(numbers[drawn, tokens[drawn]])], keys, inputs)
+        drawn = np.flatnonzero((temperatures > raced).numpy())
+        # But for -inf, which removes tokens, and may be all that a row has.
+        known = np.isfinite(numbers[drawn, tokens[drawn]]) & ~np.isnan(numbers[drawn]).any(axis=1)
+        draw_rows(numbers, tokens, drawn[known], keys, inputs)
     return status
 
 

@@ -89,18 +89,41 @@ def test_gated_products(width: int, *, biased: bool) -> None:
             torch.testing.assert_close(result.double(), silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
-def test_a_result_does_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.parametrize("outputs", [96, 1090])  # the second is not made of whole panels
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_result_does_not_depend_on_the_rows_beside_it(
+    outputs: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(2)
     own = operations(Heads(2, 2, 8))
-    matrix, norm = CompiledLinear(Linear(torch.randn(96, 1100))), Norm(torch.randn(1100), None, 1e-5)
-    inputs, hidden = torch.randn(130, 1100), torch.randn(130, 96)
-    computed = own.linear(inputs, matrix, norm=norm), own.add_linear(hidden, inputs, matrix)
-    gated = own.linear_swiglu(inputs, matrix)
+    matrix, norm = CompiledLinear(Linear(torch.randn(outputs, 1100))), Norm(torch.randn(1100), None, 1e-5)
+    inputs, hidden = torch.randn(130, 1100), torch.randn(130, outputs)
+
+    def compute(start: int, stop: int) -> list[Tensor]:
+        rows = inputs[start:stop]
+        return [
+            own.linear(rows, matrix, norm=norm),
+            own.add_linear(hidden[start:stop], rows, matrix),
+            own.linear_swiglu(rows, matrix),
+            own.linear_gelu(rows, matrix, norm=norm),
+        ]
+
+    whole = compute(0, 130)
     for start, stop in ((0, 1), (3, 5), (7, 16), (64, 130)):
-        part = inputs[start:stop]
-        assert torch.equal(own.linear(part, matrix, norm=norm), computed[0][start:stop])
-        assert torch.equal(own.add_linear(hidden[start:stop], part, matrix), computed[1][start:stop])
-        assert torch.equal(own.linear_swiglu(part, matrix), gated[start:stop])
+        for given, expected in zip(compute(start, stop), whole, strict=True):
+            assert torch.equal(given, expected[start:stop])
+
+
+def test_gelu() -> None:
+    torch.manual_seed(6)
+    own, plain = operations(Heads(2, 2, 8)), Linear(torch.randn(70, 40), torch.randn(70))
+    norm = Norm(torch.randn(40), None, 1e-5)
+    for rows in ROWS:
+        inputs = torch.randn(rows, 40)
+        expected = PlainMath().linear_gelu(inputs, plain, norm=norm)
+        given = own.linear_gelu(inputs, CompiledLinear(plain), norm=norm)
+        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
 
 
 def quantise(form: type[QuantisedLinear], weight: Tensor, bias: Tensor | None = None) -> QuantisedLinear:
@@ -179,9 +202,9 @@ def test_layer_norms_are_torchs() -> None:
 def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where a compilation is kept: nothing yet, and nothing is loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    compiled.cache_clear()
+    ops_cpu._compiled.cache_clear()
     yield tmp_path / "caches" / "tritongate"
-    compiled.cache_clear()
+    ops_cpu._compiled.cache_clear()
 
 
 SHAPES = [Heads(6, 2, 8), Heads(4, 4, 32), Heads(12, 2, 40), Heads(16, 1, 64), Heads(3, 3, 7)]
@@ -293,9 +316,12 @@ def test_so_they_are_of_rows_with_limits() -> None:
     inputs = rules(40, truncated=True)
     inputs.top_k[:10], inputs.top_p[5:20], inputs.min_p[15:30] = 7, 0.8, 0.1
     inputs.temperatures[::3] = 0
-    logits[2], logits[3, 4], logits[4, 5] = -torch.inf, torch.nan, torch.inf
+    logits[2], logits[4, 5], logits[5, :250] = -torch.inf, torch.inf, -torch.inf
+    faulty = [2, 3, 4, 5, 7, 11, 17, 25]
+    logits[[3, 7, 11, 17, 25], 4] = torch.nan  # greedy, and with limits of each kind
     given, expected = choose(logits.clone(), inputs), sampler.choose(logits, inputs)
-    assert given[1].tolist() == expected[1].tolist() == [int(row not in {2, 3, 4}) for row in range(40)]
+    assert given[1].tolist() == expected[1].tolist() == [int(row not in faulty) for row in range(40)]
+    assert given[0, 5] == expected[0, 5]
     whole = given[1].bool()
     assert torch.equal(given[:, whole], expected[:, whole])
     assert given[2, 2] == expected[2, 2] == 0
@@ -322,22 +348,32 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_it_is_compiled_once_for_all_processes(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> int:
-        compiled.cache_clear()
+        ops_cpu._compiled.cache_clear()
         assert compiled().lanes() > 0
         return len(made)
 
     made = compilations(monkeypatch)
-    assert load() == 1
-    (kept,) = caches.iterdir()
+    assert [load(), load()] == [1, 1]
     assert caches.stat().st_mode & 0o777 == 0o700
-    kept.write_bytes(b"")  # what is damaged is compiled anew
-    assert [load(), load()] == [2, 2]
     monkeypatch.setattr(ops_cpu, "_FLAGS", (*ops_cpu._FLAGS, "-O2"))
-    assert [load(), load()] == [3, 3]
+    assert [load(), load()] == [2, 2]
     other = caches / "cpuinfo"
-    other.write_text("flags : fpu\n", encoding="utf-8")
     monkeypatch.setattr(ops_cpu, "_CPU", other)
+    assert [load(), load()] == [3, 3]
+    other.write_bytes(b"flags : fpu\nmodel name : \xff\n")
     assert [load(), load()] == [4, 4]
+    assert {path.suffix for path in caches.iterdir()} == {".so", ""}  # nothing is left of the copying
+
+
+def test_what_was_kept_and_is_damaged_is_compiled_anew(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compilations(monkeypatch)
+    compiler = next(filter(None, map(shutil.which, ops_cpu._COMPILERS)))
+    caches.mkdir(parents=True)
+    kept = caches / f"cpu-{ops_cpu._fingerprint(compiler)}.so"
+    kept.write_bytes(b"")
+    assert compiled().lanes() > 0
+    assert len(made) == 1
+    assert kept.stat().st_size > 0
 
 
 @pytest.mark.parametrize("home", [True, False])
@@ -356,7 +392,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(
         monkeypatch.setattr(Path, "expanduser", homeless)
     for _ in range(2):
         assert compiled().lanes() > 0
-        compiled.cache_clear()
+        ops_cpu._compiled.cache_clear()
     assert len(made) == 2
 
 
@@ -372,6 +408,7 @@ def test_without_a_compiler_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tm
     ("script", "reason"),
     [
         ("echo 'it is broken' >&2; exit 1", "it is broken"),
+        ("printf 'In file included from a:\\nfatal error: no b\\374r.h\\n' >&2; exit 1", "no b.r.h"),
         ("exit 1", "it ended with 1"),
         ("exec sleep 60", "timed out"),
         ("while [ $1 != -o ]; do shift; done; echo nothing > $2", "cpu.so"),
@@ -384,6 +421,7 @@ def test_a_compiler_that_fails_is_told(
     compiler.write_text(f"#!{shutil.which('sh')}\n{script}\n", encoding="utf-8")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(ops_cpu, "_COMPILERS", ("cc",))
     monkeypatch.setattr(ops_cpu, "_COMPILES_WITHIN_S", 0.5)
     with pytest.raises(NotCompiledError, match=reason):
         compiled()

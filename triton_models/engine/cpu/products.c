@@ -160,10 +160,16 @@ static void multiply_columns(const float *inputs, int rows, const struct matrix 
     }
 }
 
+/* What becomes of a product; the values are those of `ops_cpu.py`. */
+enum activation { NONE, SWIGLU, GELU };
+
 INLINE vec silu(vec x) { return x / (1.0f + exponential(-x)); }
 
+/* GELU in its form with tanh: x times half of 1 + tanh(z), which is 1 / (1 + e to the power of -2 z). */
+INLINE vec gelu(vec x) { return x / (1.0f + exponential(x * (x * x * -0.0713548162726f - 1.5957691216057f))); }
+
 /* Make results of the sums of a row and a panel. `added`: NULL, or of the row. */
-static void finish(const struct matrix *matrix, int64_t panel, float *sums, const float *added, int gated,
+static void finish(const struct matrix *matrix, int64_t panel, float *sums, const float *added, int activation,
                    float *results) {
     int64_t outputs = matrix->outputs, panels = (outputs + PANEL - 1) / PANEL;
     for (int half = 0; half < 2; half++) {
@@ -175,18 +181,19 @@ static void finish(const struct matrix *matrix, int64_t panel, float *sums, cons
             if (matrix->bias) own[lane] += matrix->bias[start + lane];
             if (added) own[lane] += added[start + lane];
         }
-        if (!gated && found > 0) memcpy(results + start, own, sizeof(float) * found);
+        if (activation == GELU) store(own, gelu(load(own)));
+        if (activation != SWIGLU && found > 0) memcpy(results + start, own, sizeof(float) * found);
     }
-    if (gated) store(results + panel * LANES, silu(load(sums)) * load(sums + LANES));
+    if (activation == SWIGLU) store(results + panel * LANES, silu(load(sums)) * load(sums + LANES));
 }
 
 /* [rows, columns] times the transposed matrix.
 
-`added`: NULL, or [rows, outputs], which is added. `gated`: the result is silu(first half) * second half,
-[rows, outputs / 2]; outputs are whole panels then. */
-void product(const float *inputs, int64_t rows, const struct matrix *matrix, const float *added, int gated,
+`added`: NULL, or [rows, outputs], which is added. `activation`: of SWIGLU, silu(first half) * second half, the
+result is [rows, outputs / 2]; outputs are whole panels then. */
+void product(const float *inputs, int64_t rows, const struct matrix *matrix, const float *added, int activation,
              float *results, int threads) {
-    int64_t outputs = matrix->outputs, columns = matrix->columns, width = gated ? outputs / 2 : outputs;
+    int64_t outputs = matrix->outputs, columns = matrix->columns, width = activation == SWIGLU ? outputs / 2 : outputs;
 #pragma omp parallel for num_threads(threads) if (rows * columns * outputs > WORTH)
     for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
         for (int64_t row = 0; row < rows; row += TILE) {
@@ -197,8 +204,21 @@ void product(const float *inputs, int64_t rows, const struct matrix *matrix, con
                 multiply_columns(inputs + row * columns, count, matrix, panel, at,
                                  columns - at < DEPTH ? columns - at : DEPTH, sums);
             for (int each = 0; each < count; each++)
-                finish(matrix, panel, sums + each * PANEL, added ? added + (row + each) * width : NULL, gated,
+                finish(matrix, panel, sums + each * PANEL, added ? added + (row + each) * width : NULL, activation,
                        results + (row + each) * width);
+        }
+}
+
+/* silu(first half) * second half of [rows, 2 * width]: [rows, width]. */
+void swiglu(const float *inputs, int64_t rows, int64_t width, float *results) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t at = 0; at < width; at += LANES) {
+            const float *first = inputs + row * 2 * width + at;
+            int found = width - at < LANES ? width - at : LANES;
+            float gate[LANES] = {0}, up[LANES] = {0};
+            memcpy(gate, first, sizeof(float) * found), memcpy(up, first + width, sizeof(float) * found);
+            store(gate, silu(load(gate)) * load(up));
+            memcpy(results + row * width + at, gate, sizeof(float) * found);
         }
 }
 

@@ -2,8 +2,8 @@
 
 `../ops_cpu.py` compiles the sources of this folder together, for float32 on the CPU at hand, and calls them. In
 all of them, a tensor of torch's is a pointer to its first number, and contiguous. `threads`: how many may share
-the work; they are OpenMP's, and so torch's own. No row's result depends on the rows beside it, or on their
-number. */
+the work; they are OpenMP's, and so torch's own. Of finite numbers, no row's result depends on the rows beside
+it, or on their number. */
 
 #pragma once
 
