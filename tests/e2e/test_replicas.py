@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from bench.resume import answers, bodies
-from tests.e2e.up_process import UpProcess, metric, wait_until
+from tests.e2e.up_process import UpProcess, metric, slowed, wait_until
 from tests.processes import command_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -22,9 +23,10 @@ REPLICAS = 2
 CLIENTS = 64
 TOKENS = 120
 """Of the shortest answer."""
-FEW_CLIENTS, MANY_TOKENS = 27, 900
-"""Three of each kind, and so long that the answers run on while the test finds out which server writes them,
-and while this one may still finish its requests: two seconds."""
+FEW_CLIENTS, MANY_TOKENS = 9, 700
+"""One of each kind, and so long that the answers run on while the test finds out which server writes them."""
+ENDS_WITHIN_S = 3.0
+"""Longer than a server that ends may still finish its requests."""
 WITHIN_S = 100.0
 PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {
@@ -101,7 +103,7 @@ async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) ->
             resumed = up.gauge("tritongate_resumed_total")
 
             async def disturb(lose: Callable[[Server], None] = lose) -> None:
-                lose(await asyncio.to_thread(busy_server, up))
+                await asyncio.to_thread(lose, await asyncio.to_thread(busy_server, up))
 
             disturbed = await answers(up.base_url, requests, disturb)
             pairs = zip(undisturbed, disturbed, strict=True)
@@ -153,17 +155,25 @@ async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -
     assert "Replica" in up.output
 
 
-def kill_model(server: Server) -> None:
+def model_of(server: Server) -> psutil.Process:
+    """Return its stub; one that was killed stays a zombie, without a command."""
     (stub,) = [
         each
         for each in server.process.children(recursive=True)
-        if "triton_python_backend_stub" in command_of(each)[0]
+        if "triton_python_backend_stub" in (command_of(each) or [""])[0]
     ]
-    stub.kill()
+    return stub
+
+
+def kill_model(server: Server) -> None:
+    model_of(server).kill()
 
 
 def end_server(server: Server) -> None:
-    server.process.terminate()
+    """End it, and have it finish no answer meanwhile."""
+    with slowed(model_of(server)):
+        server.process.terminate()
+        time.sleep(ENDS_WITHIN_S)
 
 
 def busy_server(up: UpProcess) -> Server:
