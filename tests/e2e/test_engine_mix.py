@@ -19,7 +19,7 @@ from tests.e2e.mix_server import (
     WANTED_BLOCKS,
     Mix,
 )
-from tests.e2e.up_process import wait_until
+from tests.e2e.up_process import slowed, wait_until
 from wire.meta import Meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -173,9 +173,13 @@ async def test_who_waits_past_the_deadline_is_told_so(mix: Mix, sdk: openai.Asyn
     ended = mix.count("requests_total", model="line", finish_reason="deadline")
     clients = [asyncio.create_task(keep_asking(sdk, "line")) for _ in range(WAITING - 5)]
     await until(lambda: mix.probe("line").waiting > WAITING // 2)
-    async with openai.AsyncOpenAI(
-        base_url=mix.hasty.base_url + "/v1", api_key="x", max_retries=0, timeout=100
-    ) as hasty:
+    async with (
+        openai.AsyncOpenAI(
+            base_url=mix.hasty.base_url + "/v1", api_key="x", max_retries=0, timeout=100
+        ) as hasty,
+        contextlib.AsyncExitStack() as until_told,
+    ):
+        until_told.enter_context(slowed(mix.server.stub("line")))  # or its turn comes first
         began = time.monotonic()
         with pytest.raises(openai.InternalServerError) as late:
             await hasty.chat.completions.create(model="line", **asked(1))

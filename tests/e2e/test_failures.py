@@ -37,9 +37,12 @@ def client(up: UpProcess) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0, timeout=60)
 
 
-async def endless_stream(sdk: openai.AsyncOpenAI, begun: asyncio.Event) -> float:
-    """Stream until the answer breaks; return when it did. Ends of answers are no ends: ask again."""
-    while True:
+async def endless_stream(sdk: openai.AsyncOpenAI, begun: asyncio.Event, killed: asyncio.Event) -> float:
+    """Stream until the answer breaks; return when it did. Ends of answers are no ends: ask again.
+
+    But for one that began after the death, and waited until all was well again.
+    """
+    while not killed.is_set():
         try:
             stream = await sdk.chat.completions.create(
                 model="chatglm3", messages=HELLO, stream=True, max_tokens=480, extra_body={"ignore_eos": True}
@@ -47,7 +50,8 @@ async def endless_stream(sdk: openai.AsyncOpenAI, begun: asyncio.Event) -> float
             async for _ in stream:
                 begun.set()
         except openai.APIError:
-            return time.monotonic()
+            break
+    return time.monotonic()
 
 
 async def first_refusal(sdk: openai.AsyncOpenAI, until: float) -> openai.APIStatusError:
@@ -126,8 +130,8 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
     long as it takes to recover, and ask again.
     """
     async with client(up) as sdk, contextlib.AsyncExitStack() as until_killed:
-        begun = [asyncio.Event() for _ in range(STREAMS)]
-        streams = [asyncio.create_task(endless_stream(sdk, each)) for each in begun]
+        begun, dead = [asyncio.Event() for _ in range(STREAMS)], asyncio.Event()
+        streams = [asyncio.create_task(endless_stream(sdk, each, dead)) for each in begun]
         with ThreadPoolExecutor(KSERVE_CLIENTS + RESPONSES) as threads:
             until_killed.enter_context(slowed(up.stub("chatglm3")))
             loop = asyncio.get_running_loop()
@@ -141,6 +145,7 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
             refused = asyncio.create_task(first_refusal(sdk, until=time.monotonic() + CLEAR_WITHIN_S))
             killed = time.monotonic()
             victim.kill()
+            dead.set()
             await until_killed.aclose()
             broken = await asyncio.wait_for(asyncio.gather(*streams), CLEAR_WITHIN_S)
             faults = set(await asyncio.gather(*asking))
