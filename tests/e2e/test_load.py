@@ -18,8 +18,8 @@ DROPPED = 200
 LONG = 480
 """Tokens of an answer that is long: near the context's end."""
 A_FEW = 6000
-"""Tokens: the engine gets cancels up to a hundred steps later than the gateway knows, which take it some tenths
-of a second. Without cancels it would be 15,000."""
+"""Tokens: the engine gets cancels up to a hundred steps later than the gateway knows, which take it some
+tenths of a second. Without cancels it would be 15,000."""
 HUNG_UP_S = 30.0
 """Some tenths of a second as a rule, two on a bad day; more where the machine is slow."""
 FIRST_TOKENS = "tritongate_engine_time_to_first_token_seconds_count"
