@@ -115,7 +115,8 @@ def compiled() -> ctypes.CDLL:
 def _compiled() -> ctypes.CDLL | str:
     """Return the operations, or why there are none."""
     why = "no C compiler was found"
-    for compiler in filter(None, map(shutil.which, _COMPILERS)):
+    named = os.environ.get("CC")
+    for compiler in filter(None, map(shutil.which, (named,) if named else _COMPILERS)):
         try:
             loaded = _load(compiler)
         except subprocess.CalledProcessError as error:

@@ -404,6 +404,18 @@ def test_without_a_compiler_there_is_nothing(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.usefixtures("caches")
+def test_the_compiler_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compilations(monkeypatch)
+    monkeypatch.setenv("CC", "gcc")
+    assert compiled().lanes() > 0
+    assert str(made).count("/gcc'") == 1
+    ops_cpu._compiled.cache_clear()
+    monkeypatch.setenv("CC", "none")
+    with pytest.raises(NotCompiledError, match="no C compiler was found"):
+        compiled()
+
+
+@pytest.mark.usefixtures("caches")
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
