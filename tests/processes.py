@@ -67,8 +67,8 @@ def answers(url: str) -> bool:
 
 
 SLOW_MODELS = {"CC": "none"}
-"""No compiler, so that torch computes: many tests look at answers while they run, which compiled models end too
-soon. The latter serve in the tests of clients, of the chat page and of the quick start."""
+"""No compiler, so that torch computes: many tests look at answers while they run, which compiled models end
+too soon. The latter serve in the tests of clients, of the chat page and of the quick start."""
 
 
 class Command:
@@ -89,7 +89,7 @@ class Command:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | SLOW_MODELS | (env or {}),
+            env={**os.environ, **SLOW_MODELS, **(env or {})},
             start_new_session=True,
         )
         self._known: dict[int, psutil.Process] = {}
