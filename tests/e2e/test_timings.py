@@ -15,15 +15,15 @@ ROUNDING_MS = 0.002
 EXTRA = {"include_timings": True, "ignore_eos": True}
 
 
-def usages(sdk: openai.OpenAI, *, stream: bool) -> list[Any]:
-    """The usage of an answer on each route."""
+def usages(sdk: openai.OpenAI, *, stream: bool, tokens: int = 8) -> list[Any]:
+    """The usage of an answer on each route; all but the Responses' are two answers."""
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     asked: dict[str, Any] = {"model": MODEL, "extra_body": EXTRA}
     chat = sdk.chat.completions.create(
-        messages=[{"role": "user", "content": "你好"}], max_tokens=8, n=2, **asked, **options
+        messages=[{"role": "user", "content": "你好"}], max_tokens=tokens, n=2, **asked, **options
     )
-    text = sdk.completions.create(prompt=["a", "b"], max_tokens=8, **asked, **options)
-    response = sdk.responses.create(input="你好", max_output_tokens=8, stream=stream, **asked)
+    text = sdk.completions.create(prompt=["a", "b"], max_tokens=tokens, **asked, **options)
+    response = sdk.responses.create(input="你好", max_output_tokens=tokens, stream=stream, **asked)
     if stream:
         return [[*chat][-1].usage, [*text][-1].usage, [*response][-1].response.usage]
     return [chat.usage, text.usage, response.usage]
@@ -31,7 +31,8 @@ def usages(sdk: openai.OpenAI, *, stream: bool) -> list[Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_times_of_the_gateway_and_of_the_engine(stream: bool, sdk: openai.OpenAI) -> None:
-    for usage in usages(sdk, stream=stream):
+    # So many that they cannot all come at once, whoever is late.
+    for usage in usages(sdk, stream=stream, tokens=400):
         times = usage.model_extra["timings"]
         assert times["queued_ms"] >= 0
         assert times["engine_queued_ms"] >= 0

@@ -12,7 +12,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -26,8 +25,8 @@ from torch import Tensor
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.draw import row_keys
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Norm, Rotary, StepLayout
-from triton_models.engine.ops_torch import PlainMath, TorchOperations
+from triton_models.engine.models import Alibi, CausalModel, Norm, Rotary, StepLayout
+from triton_models.engine.ops_torch import HostOperations, TorchOperations
 from triton_models.engine.quantised import Int4Linear, Int8Linear
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, draw_rows, sample
 from triton_models.engine.sampling import GREEDY_BELOW
@@ -270,7 +269,7 @@ def compile_linear(matrix: Linear) -> Linear:
     return CompiledLinear(matrix) if type(matrix) in _FORMS else matrix
 
 
-class CpuOperations(PlainMath):
+class CpuOperations(HostOperations):
     """`StepOperations` by compiled code; all tensors are float32, on the CPU.
 
     The order of the numbers in a block of the cache is its own. As long as all are finite, a row's results
@@ -304,17 +303,6 @@ class CpuOperations(PlainMath):
         step.tables, step.width = layout.tables.data_ptr(), layout.tables.shape[1]
         step.tiles, step.tile_count = tiles.data_ptr(), len(starts)
         step.rows, step.threads = rows, torch.get_num_threads()
-
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - it has none
-        """Return []: they are made of the chunks themselves."""
-        return []
-
-    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - it has none
-        """Return 0: they are made of the chunks themselves."""
-        return 0
-
-    def reset(self) -> None:
-        """Do nothing: steps share no state."""
 
     def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""

@@ -51,7 +51,22 @@ class PlainMath:
         return gelu(self.linear(inputs, matrix, norm=norm), approximate="tanh")
 
 
-class TorchOperations(PlainMath):
+class HostOperations(PlainMath):
+    """What `StepOperations` without kernels of a GPU have in common: no tiles from the host, and no state."""
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - it has none
+        """Return [], since chunks are not divided."""
+        return []
+
+    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - it has none
+        """Return 0, since chunks are not divided."""
+        return 0
+
+    def reset(self) -> None:
+        """Do nothing: steps share no state."""
+
+
+class TorchOperations(HostOperations):
     """`StepOperations` over the flattened tokens of a step.
 
     What all layers share (rotations, masks, block tables) is built once per step, but for the biases of
@@ -90,17 +105,6 @@ class TorchOperations(PlainMath):
             )
             for chunk in layout.chunks
         ]
-
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - it has none
-        """Return [], since chunks are not divided."""
-        return []
-
-    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - it has none
-        """Return 0, since chunks are not divided."""
-        return 0
-
-    def reset(self) -> None:
-        """Do nothing: steps share no state."""
 
     def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
