@@ -1,7 +1,5 @@
 """Servers that are started once for all tests that do not break them."""
 
-import json
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +8,7 @@ import pytest
 
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.foreign_server import Foreign, foreign_server
+from tests.e2e.long_answers import write_long_answers
 from tests.e2e.manifest_triton import ManifestTriton
 from tests.e2e.mix_server import Mix, mix_server
 from tests.e2e.relay import Relay
@@ -47,10 +46,7 @@ def own_up() -> Iterator[UpProcess]:
 @pytest.fixture(scope="session")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     """One whose answers may be so long that whatever a test does meanwhile is done well before they end."""
-    folder = tmp_path_factory.mktemp("patient") / "chatglm3"
-    shutil.copytree(GOLDEN / "chatglm3", folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"seq_length": 8192}), encoding="utf-8")
+    folder = write_long_answers(tmp_path_factory.mktemp("patient") / "chatglm3")
     process = UpProcess("--model", str(folder), "--dtype", "float32", "--draft-tokens", "0")
     try:
         yield process.wait_ready()
@@ -123,7 +119,7 @@ def traced(collector: Receiver) -> Iterator[UpProcess]:
 
 @pytest.fixture(scope="session")
 def mix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mix]:
-    with mix_server(tmp_path_factory.mktemp("repository")) as running:
+    with mix_server(tmp_path_factory.mktemp("mix")) as running:
         yield running
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.e2e.long_answers import write_long_answers
 from tests.e2e.repository_server import RepositoryServer
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stream_client import StreamClient
@@ -30,7 +31,8 @@ SHORT_TIMEOUT_S = 4.0
 class Mix:
     """One server with five engines.
 
-    They are `ample`, `other` (ChatGLM2), `quarter` of the memory, `line` of two, `steps` of few tokens.
+    They are `ample`, `other` (ChatGLM2), `quarter` of the memory, `line` of two and with room for long
+    answers, `steps` of few tokens.
     """
 
     server: RepositoryServer
@@ -58,18 +60,24 @@ class Mix:
 
 
 @contextlib.contextmanager
-def mix_server(repository: Path) -> Iterator[Mix]:
+def mix_server(folder: Path) -> Iterator[Mix]:
+    repository, chatglm3, chatglm2 = folder / "repository", GOLDEN / "chatglm3", GOLDEN / "chatglm2"
+    long_answers = write_long_answers(folder / "chatglm3")
     quarter = WANTED_BLOCKS // 4 * BLOCK_BYTES / GIB
-    for name, golden, limits in (
-        ("ample", "chatglm3", {"max_running": AT_ONCE}),
-        ("other", "chatglm2", {"max_running": AT_ONCE}),
-        ("quarter", "chatglm3", {"max_running": AT_ONCE, "kv_memory_gib": quarter}),
+    for name, checkpoint, limits in (
+        ("ample", chatglm3, {"max_running": AT_ONCE}),
+        ("other", chatglm2, {"max_running": AT_ONCE}),
+        ("quarter", chatglm3, {"max_running": AT_ONCE, "kv_memory_gib": quarter}),
         # A prompt takes as many steps as half of its tokens.
-        ("line", "chatglm3", {"max_running": RUNNING, "max_waiting": WAITING, "max_batched_tokens": RUNNING}),
-        ("steps", "chatglm3", {"max_running": AT_ONCE, "max_batched_tokens": STEP}),
+        (
+            "line",
+            long_answers,
+            {"max_running": RUNNING, "max_waiting": WAITING, "max_batched_tokens": RUNNING},
+        ),
+        ("steps", chatglm3, {"max_running": AT_ONCE, "max_batched_tokens": STEP}),
     ):
         options: dict[str, int | float | str | None] = {"dtype": "float32", **limits}
-        write_entry(repository, model=ModelEntry(name=name, checkpoint=str(GOLDEN / golden), options=options))
+        write_entry(repository, model=ModelEntry(name=name, checkpoint=str(checkpoint), options=options))
     with (
         RepositoryServer(repository) as server,
         ServeProcess(server.ready.grpc, key=server.ready.repository_key) as gateway,

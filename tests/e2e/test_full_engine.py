@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 FULL_S = 20.0
 """Longer than three probes without an answer in time take to have an engine loaded anew."""
 CLIENTS = 40
-TOKENS = 150
-"""Few: the engine is slowed, so that it is full for so long without taking a processor for so long."""
+TOKENS = 600
+"""The engine is slowed, so that it is full without taking a processor; these outlast a moment without."""
 MODEL = "line"
 AT_ONCE_S = 10.0
 """Far less than the wait behind a full engine, far more than a busy machine needs."""
@@ -110,8 +110,8 @@ def test_a_full_engine_still_answers_for_itself(mix: Mix) -> None:
             assert control(triton, cancel=request_id).cancelled is True
             with pytest.raises(RuntimeError, match="tritongate:cancelled:"):
                 skip_heartbeats(waiting)
+        wait_until(lambda: feeders.answers > 0)
     assert feeders.errors == []
-    assert feeders.answers > 0
     assert mix.gateway.gauge("tritongate_upstream_healthy", model=MODEL) == 1
     assert mix.gateway.gauge("tritongate_upstream_errors_total") == errors
     wait_until(lambda: mix.idle(MODEL))
