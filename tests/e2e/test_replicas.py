@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from bench.resume import answers, bodies
+from bench.resume import Answer, answers, bodies
 from tests.e2e.up_process import UpProcess, metric, slowed, wait_until
 from tests.processes import command_of
 
@@ -24,7 +24,7 @@ CLIENTS = 64
 TOKENS = 120
 """Of the shortest answer."""
 FEW_CLIENTS, MANY_TOKENS = 9, 700
-"""One of each kind, and so long that the answers run on while the test finds out which server writes them."""
+"""One of each kind, and so long that a server that ends cannot finish them."""
 ENDS_WITHIN_S = 3.0
 """Longer than a server that ends may still finish its requests."""
 WITHIN_S = 100.0
@@ -101,11 +101,7 @@ async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) ->
         for lose in (kill_model, end_server):
             await asyncio.to_thread(wait_until, lambda: up_and_idle(up), WITHIN_S)
             resumed = up.gauge("tritongate_resumed_total")
-
-            async def disturb(lose: Callable[[Server], None] = lose) -> None:
-                await asyncio.to_thread(lose, await asyncio.to_thread(busy_server, up))
-
-            disturbed = await answers(up.base_url, requests, disturb)
+            disturbed = await answers_despite(lose, up, requests)
             pairs = zip(undisturbed, disturbed, strict=True)
             assert [before.differs(after) for before, after in pairs] == [None] * FEW_CLIENTS
             assert up.gauge("tritongate_resumed_total") > resumed
@@ -115,8 +111,7 @@ async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) ->
 async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -> None:
     """Streamed and not, greedy and sampled, with choices, log-probabilities, a schema: as without it."""
     await asyncio.to_thread(wait_until, lambda: up_and_idle(up), WITHIN_S)
-    both = servers(up)
-    doomed, other = both
+    both, killed = servers(up), list[Server]()
     before = up.gauge("tritongate_resumed_total")
     requests = bodies(CLIENTS, TOKENS, ASK["model"])
     async with (
@@ -127,11 +122,11 @@ async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -
         assert [answer.error for answer in undisturbed] == [None] * CLIENTS
         assert up.gauge("tritongate_resumed_total") == before
 
-        async def kill() -> None:
-            await asyncio.to_thread(wait_until, lambda: doomed.gauge("requests_running") > 0)
-            doomed.process.kill()
+        def kill(server: Server) -> None:
+            killed.append(server)
+            server.process.kill()
 
-        disturbed = await answers(up.base_url, requests, kill)
+        disturbed = await answers_despite(kill, up, requests)
         pairs = zip(undisturbed, disturbed, strict=True)
         assert [former.differs(later) for former, later in pairs] == [None] * CLIENTS
         assert up.gauge("tritongate_resumed_total") > before
@@ -140,9 +135,10 @@ async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -
         await asyncio.to_thread(
             wait_until, lambda: up.gauge("tritongate_upstream_healthy") == REPLICAS, WITHIN_S
         )
-        back = [each for each in servers(up) if each.process != other.process]
-        assert [each.metrics for each in back] == [doomed.metrics]
-        assert other.process in [each.process for each in servers(up)]
+        (other,) = [each for each in both if each not in killed]
+        back = [each for each in servers(up) if each != other]
+        assert [each.metrics for each in back] == [each.metrics for each in killed]
+        assert other in servers(up)
         await asyncio.gather(*(answered(client, 50) for _ in range(8)))
         for each in (*back, other):
             await asyncio.to_thread(
@@ -163,6 +159,22 @@ def model_of(server: Server) -> psutil.Process:
         if "triton_python_backend_stub" in (command_of(each) or [""])[0]
     ]
     return stub
+
+
+async def answers_despite(
+    lose: Callable[[Server], None], up: UpProcess, requests: list[dict[str, Any]]
+) -> list[Answer]:
+    """Ask all at once, and lose one of the servers that are at it. None ends an answer before."""
+    with contextlib.ExitStack() as slow:
+        for each in servers(up):
+            slow.enter_context(slowed(model_of(each)))
+
+        async def disturb() -> None:
+            server = await asyncio.to_thread(busy_server, up)
+            await asyncio.to_thread(slow.close)
+            await asyncio.to_thread(lose, server)
+
+        return await answers(up.base_url, requests, disturb)
 
 
 def kill_model(server: Server) -> None:
