@@ -18,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,20 +27,20 @@ from triton_models.engine.linear import Linear
 from triton_models.engine.models import Alibi, CausalModel, Norm, Rotary, StepLayout
 from triton_models.engine.ops_torch import HostOperations, TorchOperations
 from triton_models.engine.quantised import Int4Linear, Int8Linear
-from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, draw_rows, sample
+from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 from triton_models.engine.sampling import GREEDY_BELOW
 
 _SOURCES = Path(__file__).parent / "cpu"
 _COMPILERS = "cc", "gcc", "clang"
 _FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fopenmp", "-shared", "-fPIC", "-w"),
-    # On some CPUs gcc would round products in some sums, and not in others that must be the same.
-    *("--param", "avoid-fma-max-bits=0"),
+    # On some of these CPUs gcc would round products in some sums, and not in others that must be the same.
+    *(("--param", "avoid-fma-max-bits=0") if platform.machine() in {"x86_64", "AMD64"} else ()),
 )
 _COMPILES_WITHIN_S = 60
 _CPU = Path("/proc/cpuinfo")
 _LANES = 16
-"""The widths of norms are multiples of the sources', of which this is the largest."""
+"""The most that the sources' `LANES` are: the widths of norms are multiples of them."""
 _SIZES = 16, 32, 64, 128
 """Sizes of KV blocks that its attention takes."""
 _TILE_ROWS = 8
@@ -51,7 +50,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "product": (c_void_p, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_int),
     "swiglu": (c_void_p, c_int64, c_int64, c_void_p),
     "rms_norm": (c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int),
-    "choose": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int),
+    "choose": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int),
     "attend": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p),
 }
 
@@ -73,6 +72,14 @@ class _Matrix(ctypes.Structure):
         *((name, c_void_p) for name in ("numbers", "scales", "zeros", "bias")),
         *((name, c_int64) for name in ("outputs", "columns")),
         ("kind", c_int),
+    )
+
+
+class _Rules(ctypes.Structure):
+    """`struct rules` of the sources."""
+
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("temperatures", "keys", "top_k", "top_p", "min_p", "scratch")
     )
 
 
@@ -350,26 +357,22 @@ class CpuOperations(HostOperations):
 
 
 def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
-    """Choose tokens by compiled code, but for rows with a top_k, top_p or min_p; a `Chooser`."""
+    """Choose tokens by compiled code; a `Chooser`."""
     logits = logits.contiguous()
     rows, vocabulary = logits.shape
     status = torch.empty((3, rows), dtype=torch.int64)
-    keys = row_keys(inputs.seeds.numpy(), inputs.counters.numpy())
     temperatures = inputs.temperatures.where(inputs.temperatures >= GREEDY_BELOW, 0)
-    raced = temperatures
+    keys = row_keys(inputs.seeds.numpy(), inputs.counters.numpy())
+    rules = _Rules(temperatures.data_ptr(), keys.ctypes.data)
     if inputs.truncated:
-        truncated = (inputs.min_p > 0) | (inputs.top_p < 1) | (inputs.top_k > 0)
-        raced = temperatures.where(~truncated, 0)
+        limits = [each.contiguous() for each in (inputs.top_k, inputs.top_p, inputs.min_p)]
+        # Only rows with limits write here, and of it only as much as they have tokens to choose from.
+        scratch = torch.empty(rows * 3 * (vocabulary + _LANES), dtype=torch.int32)
+        rules.top_k, rules.top_p, rules.min_p = (each.data_ptr() for each in limits)
+        rules.scratch = scratch.data_ptr()
     compiled().choose(
-        *(logits.data_ptr(), rows, vocabulary, raced.data_ptr()),
-        *(keys.ctypes.data, status.data_ptr(), torch.get_num_threads()),
+        logits.data_ptr(), rows, vocabulary, byref(rules), status.data_ptr(), torch.get_num_threads()
     )
-    if inputs.truncated:
-        numbers, tokens = logits.numpy(), status[0].numpy()
-        drawn = np.flatnonzero((temperatures > raced).numpy())
-        # But for -inf, which removes tokens, and may be all that a row has.
-        known = np.isfinite(numbers[drawn, tokens[drawn]]) & ~np.isnan(numbers[drawn]).any(axis=1)
-        draw_rows(numbers, tokens, drawn[known], keys, inputs)
     return status
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -198,37 +197,16 @@ def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
     if inputs.random:
         keys = row_keys(inputs.seeds.cpu().numpy(), inputs.counters.cpu().numpy())
         temperatures = inputs.temperatures.cpu().numpy()
-        drawn = np.flatnonzero((temperatures >= GREEDY_BELOW) & np.isfinite(peaks))
-        draw_rows(rows, tokens, drawn, keys, inputs)
+        limits = (inputs.top_k.tolist(), inputs.top_p.tolist(), inputs.min_p.tolist())
+        # Differences of huge logits, divided by a tiny temperature, become -inf.
+        with np.errstate(over="ignore"):
+            for row in np.flatnonzero((temperatures >= GREEDY_BELOW) & np.isfinite(peaks)):
+                # With the largest logit shifted to 0, no temperature can make an exponential overflow.
+                scaled = rows[row] - peaks[row]
+                scaled *= np.float32(1) / temperatures[row]
+                tokens[row] = draw(scaled, Limits(*(each[row] for each in limits)), keys[row])
     status = np.stack([tokens, finite, peaks > -np.inf]).astype(np.int64, copy=False)
     return torch.from_numpy(status).to(logits.device)
-
-
-def draw_rows(
-    rows: npt.NDArray[np.float32],
-    tokens: npt.NDArray[np.int64],
-    drawn: npt.NDArray[np.intp],
-    keys: npt.NDArray[np.uint32],
-    inputs: SamplerInputs,
-) -> None:
-    """Replace the tokens of some rows by drawn ones.
-
-    Args:
-        rows: [S, vocab] logits.
-        tokens: [S], the most likely ones, whose logits are finite.
-        drawn: the numbers of these rows.
-        keys: [S, 2], from `row_keys`.
-        inputs: the rows' rules.
-    """
-    temperatures = inputs.temperatures.cpu().numpy()
-    limits = (inputs.top_k.tolist(), inputs.top_p.tolist(), inputs.min_p.tolist())
-    # Differences of huge logits, divided by a tiny temperature, become -inf.
-    with np.errstate(over="ignore"):
-        for row in drawn:
-            # With the largest logit shifted to 0, no temperature can make an exponential overflow.
-            scaled = rows[row] - rows[row, tokens[row]]
-            scaled *= np.float32(1) / temperatures[row]
-            tokens[row] = draw(scaled, Limits(*(each[row] for each in limits)), keys[row])
 
 
 Penaliser = Callable[[PenalisedRows, Tensor], None]

@@ -310,7 +310,47 @@ def test_the_same_tokens_are_chosen_as_in_python(vocabulary: int) -> None:
         assert torch.equal(choose(logits.clone(), inputs), sampler.choose(logits, inputs))
 
 
-def test_so_they_are_of_rows_with_limits() -> None:
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("vocabulary", [1, 5, 64, 2047, 30_000])
+def test_so_they_are_of_rows_with_limits(vocabulary: int, equal: bool) -> None:
+    """`equal`: many logits are, so that limits lie among equal ones."""
+    torch.manual_seed(vocabulary)
+    for spread in (0.1, 2.0, 30.0):
+        logits = torch.randn(120, vocabulary) * spread
+        if equal:
+            logits = (logits * 2).round() / 2
+        logits[torch.rand(logits.shape) < 0.1] = -torch.inf
+        inputs = rules(120, truncated=True)
+        some = torch.rand(3, 120) < 0.6
+        inputs.top_k[some[0]] = torch.randint(1, 200, (int(some[0].sum()),))
+        inputs.top_p[some[1]] = torch.rand(int(some[1].sum()), dtype=torch.float64)
+        inputs.min_p[some[2]] = torch.rand(int(some[2].sum()), dtype=torch.float64) ** 3
+        inputs.temperatures[::7] = 0
+        assert torch.equal(choose(logits.clone(), inputs), sampler.choose(logits, inputs))
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (0, 0.0, 0.0),
+        (0, 1 - 1e-15, 0.0),
+        (1, 1.0, 0.0),
+        (2**31 - 1, 0.5, 1.0),
+        (99, 1.0, 1e-300),
+        (100, 1.0, 0.0),
+    ],
+)
+def test_extreme_limits_are_kept(limits: tuple[int, float, float]) -> None:
+    torch.manual_seed(6)
+    logits = torch.randn(200, 100) * 5
+    logits[::2, 7:] -= 1e30
+    inputs = rules(200, truncated=True)
+    inputs.top_k[:], inputs.top_p[:], inputs.min_p[:] = limits
+    assert torch.equal(choose(logits.clone(), inputs), sampler.choose(logits, inputs))
+
+
+def test_what_is_not_finite_is_reported_of_rows_with_limits() -> None:
     torch.manual_seed(5)
     logits = torch.randn(40, 300)
     inputs = rules(40, truncated=True)

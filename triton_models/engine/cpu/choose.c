@@ -2,6 +2,16 @@
 
 #include "vectors.h"
 
+/* What is drawn by. `keys`: [rows, 2], from `row_keys`. A temperature of 0: no draw. Where no row has limits,
+`top_k` and what follows are NULL; see `kept` in `draw.py`. */
+struct rules {
+    const float *temperatures;
+    const uint32_t *keys;
+    const int64_t *top_k;
+    const double *top_p, *min_p;
+    int32_t *scratch; /* [rows, 3, vocabulary + LANES]: what `candidates` are written to */
+};
+
 /* The natural logarithm of x in (0, 1], to 1e-7: as in Moshier's Cephes, logf. */
 INLINE vec logarithm(vec x) {
     ivec bits = (ivec)x, exponent = (bits >> 23) - 126;
@@ -47,45 +57,193 @@ INLINE int64_t place_of(vec numbers, ivec places, float *most) {
     return places[best];
 }
 
-/* Choose a token of each row of `logits`, [rows, vocabulary]: the most likely one at temperature 0, or the winner
-of the race of `draw.py`, of all tokens.
+typedef double dvec __attribute__((vector_size(8 * LANES)));
 
-`keys`: [rows, 2], from `row_keys`. `status`: [3, rows], see `SamplerOutputs`. */
-void choose(const float *logits, int64_t rows, int64_t vocabulary, const float *temperatures, const uint32_t *keys,
-            int64_t *status, int threads) {
+INLINE double total(dvec weights) {
+    double all = 0;
+    for (int lane = 0; lane < LANES; lane++) all += weights[lane];
+    return all;
+}
+
+/* The row's logits from `at` on, in a vector of which only the row's end leaves lanes free: they are -inf. */
+INLINE vec some(const float *numbers, int64_t at, int64_t vocabulary) {
+    if (at + LANES <= vocabulary) return load(numbers + at);
+    vec rest = splat(-INFINITY);
+    for (int lane = 0; at + lane < vocabulary; lane++) rest[lane] = numbers[at + lane];
+    return rest;
+}
+
+INLINE ivec lane_numbers(void) {
+    ivec numbers;
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    return numbers;
+}
+
+/* Logits divided by the temperature, the largest 0. */
+INLINE vec scaled(const float *numbers, int64_t at, int64_t vocabulary, float peak, float scale) {
+    return (some(numbers, at, vocabulary) - peak) * scale;
+}
+
+/* How far these are below 0: the bits of their sizes, which are in the sizes' order. */
+INLINE ivec distance(vec scaled) { return (ivec)scaled & 0x7fffffff; }
+
+#define FARTHEST 0x7f7fffff /* the largest number's: farther are infinity and NaN */
+#define REMOVED 0x7fffffff
+
+/* Tokens that may remain, in order of their ids; what the last vector has beside them is removed.
+`weights`: e to the power of the scaled logits. */
+struct candidates {
+    int32_t *far, *ids;
+    float *weights;
+    int64_t count;
+};
+
+/* Find the tokens that are not farther than `limit`, in each vector of the row or in each of some. */
+static void gather(struct candidates *these, int32_t limit, int each, const float *numbers, int64_t vocabulary,
+                   float peak, float scale) {
+    these->count = 0;
+    for (int64_t at = 0; at < vocabulary; at += each * LANES) {
+        vec here = scaled(numbers, at, vocabulary, peak, scale), weights = exponential(here);
+        ivec far = distance(here), near = far <= limit;
+        int64_t any = 0;
+        for (int lane = 0; lane < LANES; lane++) any |= near[lane];
+        if (any)
+            for (int lane = 0; lane < LANES; lane++) {
+                these->far[these->count] = far[lane];
+                these->ids[these->count] = at + lane;
+                these->weights[these->count] = weights[lane];
+                these->count += near[lane] != 0;
+            }
+    }
+    for (int lane = 0; lane < LANES; lane++) these->far[these->count + lane] = REMOVED;
+}
+
+/* How many are not farther than `limit`, and their weight. */
+static int64_t within(const struct candidates *these, int32_t limit, double *weight) {
+    ivec counts = {0};
+    dvec weights = {0};
+    for (int64_t at = 0; at < these->count; at += LANES) {
+        ivec near = *(const ivec *)(these->far + at) <= limit;
+        counts -= near;
+        weights += __builtin_convertvector((vec)(near & (ivec)load(these->weights + at)), dvec);
+    }
+    int64_t count = 0;
+    for (int lane = 0; lane < LANES; lane++) count += counts[lane];
+    *weight = total(weights);
+    return count;
+}
+
+/* The least distance within which there are `count` tokens and this weight. */
+static int32_t reach(const struct candidates *these, int64_t count, double weight) {
+    int32_t limit = FARTHEST, short_of = -1;
+    while (limit - short_of > 1) {
+        int32_t middle = short_of + (limit - short_of) / 2;
+        double found;
+        if (within(these, middle, &found) >= count && found >= weight) limit = middle;
+        else short_of = middle;
+    }
+    return limit;
+}
+
+/* Keep the nearest tokens: as few as are `count` and have this weight, of equal ones those of the lowest ids.
+Returns the weight that is left. */
+static double keep(struct candidates *these, int64_t count, double weight) {
+    int32_t limit = reach(these, count, weight);
+    double nearer, through;
+    int64_t before = within(these, limit - 1, &nearer), equal = within(these, limit, &through) - before;
+    double each = equal ? (through - nearer) / equal : 0;
+    int64_t wanted = count - before;
+    if (each > 0 && wanted < ceil((weight - nearer) / each)) wanted = ceil((weight - nearer) / each);
+    if (wanted < 1) wanted = 1;
+    for (int64_t at = 0, kept = 0; at < these->count; at++)
+        if (these->far[at] > limit || (these->far[at] == limit && ++kept > wanted)) these->far[at] = REMOVED;
+    return wanted < equal ? nearer + wanted * each : through;
+}
+
+/* The winner of the race between the tokens that min_p, then top_k, then top_p leave of a row. */
+static int64_t winner_within(struct candidates these, int64_t top_k, double top_p, double min_p, const uint32_t *key,
+                             const float *numbers, int64_t vocabulary, float peak, float scale) {
+    int32_t limit = min_p > 0 ? distance(splat((float)log(min_p)))[0] : FARTHEST;
+    int by_count = 0 < top_k && top_k < vocabulary;
+    double whole = 0;
+    if (top_p < 1 && !by_count) {
+        dvec weights = {0};
+        for (int64_t at = 0; at < vocabulary; at += LANES) {
+            vec here = scaled(numbers, at, vocabulary, peak, scale);
+            weights += __builtin_convertvector((vec)((distance(here) <= limit) & (ivec)exponential(here)), dvec);
+        }
+        whole = total(weights);
+        /* All that weigh less than this together weigh less than half of what top_p leaves out: few are left. */
+        int32_t few = distance(splat((float)log((1 - top_p) * whole / vocabulary / 2)))[0];
+        if (few < limit) limit = few;
+    }
+    if (by_count) {
+        /* The nearest of a part are no nearer than those of all, and few are as near. */
+        gather(&these, limit, 16, numbers, vocabulary, peak, scale);
+        if (top_k < these.count) limit = reach(&these, top_k, 0);
+    }
+    gather(&these, limit, 1, numbers, vocabulary, peak, scale);
+    if (by_count) whole = keep(&these, top_k < these.count ? top_k : these.count, 0);
+    if (top_p < 1) keep(&these, 1, top_p * whole);
+    vec best = splat(-1.0f);
+    ivec tokens = {0};
+    for (int64_t at = 0; at < these.count; at += LANES) {
+        ivec ids = *(const ivec *)(these.ids + at), left = *(const ivec *)(these.far + at) < REMOVED;
+        vec found = load(these.weights + at) / exponential_numbers((uvec)ids, key);
+        ivec more = left & (found > best);
+        best = (vec)((more & (ivec)found) | (~more & (ivec)best));
+        tokens = (more & ids) | (~more & tokens);
+    }
+    return place_of(best, tokens, &peak);
+}
+
+/* The winner of the race between all tokens of a row. */
+INLINE int64_t winner(const uint32_t *key, const float *numbers, int64_t vocabulary, float peak, float scale) {
+    vec best = splat(-1.0f);
+    ivec tokens = {0};
+    for (int64_t at = 0; at < vocabulary; at += LANES) {
+        ivec ids = lane_numbers() + (int32_t)at;
+        vec found = exponential(scaled(numbers, at, vocabulary, peak, scale)) / exponential_numbers((uvec)ids, key);
+        ivec more = found > best;
+        best = (vec)((more & (ivec)found) | (~more & (ivec)best));
+        tokens = (more & ids) | (~more & tokens);
+    }
+    return place_of(best, tokens, &peak);
+}
+
+/* Choose a token of each row of `logits`, [rows, vocabulary]: the most likely one, or the winner of the race.
+
+`status`: [3, rows], see `SamplerOutputs`. */
+void choose(const float *logits, int64_t rows, int64_t vocabulary, const struct rules *rules, int64_t *status,
+            int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * vocabulary > WORTH / 16)
     for (int64_t row = 0; row < rows; row++) {
         const float *numbers = logits + row * vocabulary;
-        float rest[LANES], most;
-        int64_t whole = vocabulary / LANES * LANES;
-        for (int lane = 0; lane < LANES; lane++) rest[lane] = whole + lane < vocabulary ? numbers[whole + lane] : -INFINITY;
-        ivec lane_numbers, places = {0};
-        for (int lane = 0; lane < LANES; lane++) lane_numbers[lane] = lane;
+        const uint32_t *key = rules->keys + 2 * row;
+        ivec places = {0};
         vec best = splat(-INFINITY), zeros = {0};
         for (int64_t at = 0; at < vocabulary; at += LANES) {
-            vec found = load(at < whole ? numbers + at : rest);
+            vec found = some(numbers, at, vocabulary);
             ivec more = found > best;
             best = (vec)((more & (ivec)found) | (~more & (ivec)best));
-            places = (more & (lane_numbers + (int32_t)at)) | (~more & places);
-            if (at < whole) zeros += found * 0.0f; /* NaN of what is not finite */
+            places = (more & (lane_numbers() + (int32_t)at)) | (~more & places);
+            if (at + LANES <= vocabulary) zeros += found * 0.0f; /* NaN of what is not finite */
         }
-        float kept = 0;
-        for (int64_t at = whole; at < vocabulary; at++) kept += numbers[at] * 0.0f;
-        int64_t token = place_of(best, places, &most);
-        status[rows + row] = sum(zeros) + kept == 0;
-        status[2 * rows + row] = most > -INFINITY;
-        if (temperatures[row] > 0 && most > -INFINITY && most < INFINITY) {
-            float scale = 1.0f / temperatures[row];
-            best = splat(-1.0f);
-            for (int64_t at = 0; at < vocabulary; at += LANES) {
-                ivec ids = lane_numbers + (int32_t)at;
-                vec found = exponential((load(at < whole ? numbers + at : rest) - most) * scale);
-                found /= exponential_numbers((uvec)ids, keys + 2 * row);
-                ivec more = found > best;
-                best = (vec)((more & (ivec)found) | (~more & (ivec)best));
-                places = (more & ids) | (~more & places);
-            }
-            token = place_of(best, places, &most);
+        float rest = 0, peak;
+        for (int64_t at = vocabulary / LANES * LANES; at < vocabulary; at++) rest += numbers[at] * 0.0f;
+        int64_t token = place_of(best, places, &peak);
+        status[rows + row] = sum(zeros) + rest == 0;
+        status[2 * rows + row] = peak > -INFINITY;
+        if (rules->temperatures[row] > 0 && peak > -INFINITY && peak < INFINITY) {
+            float scale = 1.0f / rules->temperatures[row];
+            if (rules->top_k && (rules->top_k[row] > 0 || rules->top_p[row] < 1 || rules->min_p[row] > 0)) {
+                int64_t room = vocabulary + LANES;
+                int32_t *scratch = rules->scratch + 3 * row * room;
+                struct candidates these = {scratch, scratch + room, (float *)(scratch + 2 * room), 0};
+                token = winner_within(these, rules->top_k[row], rules->top_p[row], rules->min_p[row], key, numbers,
+                                      vocabulary, peak, scale);
+            } else
+                token = winner(key, numbers, vocabulary, peak, scale);
         }
         status[row] = token;
     }
