@@ -234,8 +234,9 @@ def test_a_frame_that_is_not_taken_shows_in_the_probe(served: Served) -> None:
 
 
 def test_a_delta_that_cannot_be_made_ends_its_request_and_no_other(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served = serve(slow=True)  # or an answer may be over before any of it is delivered
     channel = open_channel(served)
 
     def fail_once(*_: object) -> bytes:
@@ -249,7 +250,7 @@ def test_a_delta_that_cannot_be_made_ends_its_request_and_no_other(
     assert beside.metas[-1].delivered.deltas == len(channel.deltas(1)) > 0
 
 
-def test_whatever_fails_in_the_delivery_it_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_fails_in_the_delivery_it_goes_on(serve: Callable[..., Served]) -> None:
     """Its thread once had no outermost guard: one exception silenced everybody, and nothing showed it."""
 
     class Broken(TokenOutput):
@@ -259,6 +260,7 @@ def test_whatever_fails_in_the_delivery_it_goes_on(served: Served, monkeypatch: 
         def request_id(self) -> str:
             raise ZeroDivisionError
 
+    served = serve(slow=True)
     channel = open_channel(served)
     broken = object.__new__(Broken)
     served.service._delivery.worker.put([broken])
