@@ -33,7 +33,17 @@ from triton_models.engine.sampling import GREEDY_BELOW
 _SOURCES = Path(__file__).parent / "cpu"
 _COMPILERS = "cc", "gcc", "clang"
 _FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fopenmp", "-shared", "-fPIC", "-w"),
+    *(
+        "-O3",
+        "-march=native",
+        "-fno-math-errno",
+        "-fwrapv",
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-Wno-psabi",
+    ),
     # On some of these CPUs gcc would round products in some sums, and not in others that must be the same.
     *(("--param", "avoid-fma-max-bits=0") if platform.machine() in {"x86_64", "AMD64"} else ()),
 )
