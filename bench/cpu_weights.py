@@ -36,7 +36,8 @@ SIZES = {
 }
 """Shapes of ChatGLM by their number of parameters."""
 
-FORMS = ("float32", "bfloat16", "int8", "int4")
+FORMS = ("float32", "stored bfloat16", "stored float16", "bfloat16", "int8", "int4")
+"""Of these, `bfloat16` alone computes in 16 bits; stored ones are read in 16, and computed with in 32."""
 PROMPT = 256
 OTHERS = 16
 """Tokens of the first prompt of a run, and of the others."""
@@ -73,8 +74,12 @@ class _Seconds:
 def make_engine(size: str, form: str, batch: int) -> Engine:
     """Return an engine with random weights, as it is served on a CPU: quantised ones compute in float32."""
     quantization = form if form in QUANTISATIONS else None
-    dtype = torch.float32 if quantization else getattr(torch, form)
-    model = random_model(SIZES[size], dtype=dtype, device=torch.device("cpu"), quantization=quantization)
+    name = form.removeprefix("stored ")
+    stored = getattr(torch, name) if name != form else None
+    dtype = torch.float32 if quantization or stored else getattr(torch, form)
+    model = random_model(
+        SIZES[size], dtype=dtype, device=torch.device("cpu"), quantization=quantization, stored=stored
+    )
     settings = EngineSettings(
         max_running=batch, max_context=512, kv_blocks=(batch + 1) * 32, draft_tokens=0, prefix_cache=False
     )

@@ -56,11 +56,16 @@ SAMPLINGS = {
 
 
 def random_model(
-    config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    stored: torch.dtype | None = None,
 ) -> Decoder:
     """Return a model of this shape with random weights, of which only the speed is meaningful."""
     form = Linear if quantization is None else QUANTISATIONS[quantization]
-    model = Decoder(config, dtype=dtype, device=device, form=form)
+    model = Decoder(config, dtype=dtype, device=device, form=form, stored=stored)
     generator = torch.Generator(device).manual_seed(0)
     norms = [model.final_norm]
     matrices = [model.embedding, model.head.place]

@@ -5,7 +5,7 @@ only tensors are unpickled. The layouts of weight files are those that transform
 `model.safetensors`, or shards with `model.safetensors.index.json`; the same for `pytorch_model.bin`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,8 @@ LoadProgress = Callable[[int, int], None]
 
 _BROKEN = "truncated or not a weight file"
 
-_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+_NARROW = {torch.float16, torch.bfloat16}
+_DTYPES = {torch.float32, *_NARROW}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,15 @@ def load_model(
     *,
     quantization: str | None = None,
     chat_format: str | None = None,
+    as_stored: bool = False,
 ) -> Decoder:
     """Read a checkpoint into a model on `device`.
 
     Files are memory-mapped one at a time and copied tensor by tensor into the model, so that at most about
     one shard is in host memory in addition to the model. With a `quantization` (see `QUANTISATIONS`), all
     matrices but the embedding are quantised as they are copied. A checkpoint that is quantised already stays
-    as it is; its output head, too, if it is not quantised. `chat_format`: as for `read_shape`.
+    as it is; its output head, too, if it is not quantised. `chat_format`: as for `read_shape`. `as_stored`:
+    matrices that all are in one dtype of 16 bits stay in it, though `dtype` is float32: see `Decoder`.
 
     Raises:
         CheckpointError: the checkpoint is broken (the message names the file, and the tensor if one is at
@@ -68,13 +71,14 @@ def load_model(
     stored, quantization = read_quantization(directory, quantization)
     shards = find_shards(directory)
     form, head = _matrix_forms(stored, quantization)
-    if (needed := config.nbytes(dtype, form, head)) > (there := total_bytes(device)):
+    narrow = _narrow_dtype(shards) if as_stored and stored is None and quantization is None else None
+    if (needed := config.nbytes(narrow or dtype, form, head)) > (there := total_bytes(device)):
         raise CheckpointError(
             f"{directory / 'config.json'}: a model of this shape takes {needed / GIB:,.1f} GiB in"
-            f" {quantization or dtype}, and {device} has {there / GIB:,.1f}; "
+            f" {quantization or narrow or dtype}, and {device} has {there / GIB:,.1f}; "
             + _what_would_fit(config, dtype, there, stored)
         )
-    model = Decoder(config, dtype=dtype, device=device, form=form, head=head)
+    model = Decoder(config, dtype=dtype, device=device, form=form, head=head, stored=narrow)
     names = tensor_names(model, read_json(directory / "config.json")["model_type"])
     missing = names.places
     total = sum(tensor.nbytes for tensor in missing.values())
@@ -114,6 +118,16 @@ def read_quantization(directory: Path, wanted: str | None) -> tuple[WeightFormat
     path = directory / "config.json"
     stored = read_format(path, read_json(path))
     return stored, agreed_quantization(path, stored, wanted)
+
+
+def _narrow_dtype(shards: Iterable[Path]) -> torch.dtype | None:
+    """Return the dtype that all matrices and biases have, if it is one of 16 bits."""
+    found: set[torch.dtype] = set()
+    for path in shards:
+        with open_shard(path) as shard:
+            tensors = ((name, shard.read(name)) for name in shard.names)
+            found.update(each.dtype for name, each in tensors if each.dim() > 1 or name.endswith(".bias"))
+    return found.pop() if len(found) == 1 and found < _NARROW else None
 
 
 def _matrix_forms(stored: WeightFormat | None, quantization: str | None) -> tuple[type[Linear], type[Linear]]:

@@ -91,6 +91,42 @@ def test_weights_become_the_asked_for_dtype_and_norms_stay_single() -> None:
     assert model.final_norm.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matrices_of_16_bits_may_stay_so(directory: Path, dtype: torch.dtype, suffix: str) -> None:
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        # Some tools leave norms in 32 bits.
+        norms = ("layernorm.weight", "layer_norm.weight")
+        tensors.update({name: each.to(dtype) for name, each in tensors.items() if not name.endswith(norms)})
+
+    change(directory, narrow)
+    respread(directory, 3, suffix)
+    wide, model = load(directory), load_model(directory, torch.float32, CPU, as_stored=True)
+    assert model.dtype == torch.float32
+    bias = model.layers[0].qkv.bias
+    assert bias is not None
+    assert {each.dtype for each in (model.embedding, model.head.weight, bias)} == {dtype}
+    assert model.final_norm.weight.dtype == torch.float32
+    assert torch.equal(model.layers[1].up.weight.float(), wide.layers[1].up.weight)
+    matrices = [wide.embedding, wide.head.weight]
+    for layer in wide.layers:
+        matrices += [getattr(layer, name).weight for name in wide.config.matrices]
+        assert layer.qkv.bias is not None
+        matrices.append(layer.qkv.bias)
+    assert wide.nbytes - model.nbytes == sum(each.nbytes for each in matrices) / 2
+
+
+@pytest.mark.parametrize(
+    "name", [DENSE, HEAD, "transformer.encoder.layers.0.self_attention.query_key_value.bias"]
+)
+def test_of_several_dtypes_none_is_rounded(directory: Path, name: str) -> None:
+    def narrow_most(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({each: tensor.bfloat16() for each, tensor in tensors.items() if each != name})
+
+    change(directory, narrow_most)
+    assert load_model(directory, torch.float32, CPU, as_stored=True).head.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [

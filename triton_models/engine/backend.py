@@ -71,6 +71,8 @@ class Backend:
     """Why these were chosen, for the log."""
     convert: Callable[[Linear], Linear] | None = None
     """Gives a matrix the form that suits the device; converting it again changes nothing. None: it stays."""
+    reads_16_bits: bool = False
+    """Whether products in float32 also take converted matrices of 16 bits."""
 
 
 PLAIN = Backend(
@@ -112,6 +114,7 @@ def _cpu_backend(dtype: torch.dtype) -> Backend:
                 operations=cpu_operations,
                 sample=cpu_sample,
                 convert=compile_linear,
+                reads_16_bits=True,
                 reason=f"operations compiled for this CPU, {dtype}",
             )
     obstacle = why_not_packed(dtype)

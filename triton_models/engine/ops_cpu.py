@@ -99,6 +99,17 @@ class _Kind(IntEnum):
     FLOAT32 = 0
     INT8 = 1
     INT4 = 2
+    BFLOAT16 = 3
+    FLOAT16 = 4
+
+
+_KINDS = {
+    torch.float32: _Kind.FLOAT32,
+    torch.bfloat16: _Kind.BFLOAT16,
+    torch.float16: _Kind.FLOAT16,
+    torch.int8: _Kind.INT8,
+    torch.uint8: _Kind.INT4,
+}
 
 
 class _Activation(IntEnum):
@@ -216,8 +227,9 @@ def cpu_operations(model: CausalModel, cache: KVCache, rows: int) -> "CpuOperati
 class CompiledLinear(Linear):
     """A matrix in the order in which the compiled product reads it; inputs and results are float32.
 
-    `weight`: the numbers of the matrix, and zeros that make its halves whole panels: [panels, K, 2, lanes] of
-    float32 or int8; or [panels, K, lanes] uint8 of 4 bits each, of both halves.
+    `weight`: the numbers of the matrix, and zeros that make its halves whole panels: [panels, K, 2, lanes] in
+    their dtype; or [panels, K, lanes] uint8 of 4 bits each, of both halves. Numbers of 16 bits become float32
+    on their way into the product, which is what it would be of float32 ones, bit by bit.
     """
 
     def __init__(self, plain: Linear) -> None:
@@ -225,11 +237,10 @@ class CompiledLinear(Linear):
         self.outputs = len(plain.weight)
         self._lanes: int = self._compiled.lanes()
         self._panels: int = -(-self.outputs // (2 * self._lanes))
-        kind, numbers, scales, zeros = _Kind.FLOAT32, plain.weight, None, None
+        kind, numbers, scales, zeros = _KINDS[plain.weight.dtype], plain.weight, None, None
         if isinstance(plain, Int8Linear):
-            kind, scales = _Kind.INT8, self._padded(plain.scales.float())
+            scales = self._padded(plain.scales.float())
         elif isinstance(plain, Int4Linear):
-            kind = _Kind.INT4
             numbers = plain.numbers(0, self.outputs).flatten(1)[:, : plain.columns]
             scale, zero = plain.scales.float().unbind(-1)
             scales, zeros = self._padded(scale.T).T, self._padded((zero - 8 * scale).T).T
@@ -239,8 +250,8 @@ class CompiledLinear(Linear):
             weight = (halves[0] | (halves[1] << 4)).transpose(1, 2).contiguous()
         else:
             weight = halves.permute(1, 3, 0, 2).contiguous()
-        super().__init__(weight, plain.bias)
-        self._kept = [each if each is None else each.contiguous() for each in (scales, zeros, plain.bias)]
+        super().__init__(weight, None if plain.bias is None else plain.bias.float())
+        self._kept = [each if each is None else each.contiguous() for each in (scales, zeros, self.bias)]
         pointers = [each if each is None else each.data_ptr() for each in (weight, *self._kept)]
         self._matrix = _Matrix(*pointers, self.outputs, columns, kind)
 

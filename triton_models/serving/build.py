@@ -91,6 +91,7 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
     stored, quantization = read_quantization(parameters.checkpoint, options.get("quantization"))
     quantised = stored is not None and stored.quantization is not None
     dtype = _dtype(parameters, device, quantization, stored=quantised)
+    backend = choose_backend(device, dtype)
     with progress_bar(parameters.model) as progress:
         model = load_model(
             parameters.checkpoint,
@@ -99,10 +100,12 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
             progress,
             quantization=quantization,
             chat_format=options.get("format"),
+            as_stored=backend.reads_16_bits,
         )
-    _say_weight(parameters.model, f"weights in {quantization or dtype}", model.nbytes, device)
+    weights = f"weights in {quantization or model.embedding.dtype}"
+    _say_weight(parameters.model, weights, model.nbytes, device)
     _leave_a_core(model.nbytes, device)
-    return model, choose_backend(device, dtype)
+    return model, backend
 
 
 def _read_transformers(parameters: EntryParameters, device: torch.device) -> tuple[CausalModel, Backend]:

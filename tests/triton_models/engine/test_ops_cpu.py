@@ -65,6 +65,38 @@ def test_products_of_any_shape(outputs: int, columns: int) -> None:
             torch.testing.assert_close(given.double(), expected[:rows], rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("outputs", "columns"), [(7, 33), (130, 513), (96, 1100)])
+def test_products_with_16_bits_are_those_with_the_same_numbers_in_32(
+    dtype: torch.dtype, outputs: int, columns: int
+) -> None:
+    torch.manual_seed(outputs)
+    numbers = torch.randn(outputs, columns) * 10.0 ** torch.randint(
+        -9, 4, (outputs, columns)
+    )  # some subnormal
+    weight, bias = numbers.clamp(-6e4, 6e4).to(dtype), torch.randn(outputs).to(dtype)
+    own = operations(Heads(2, 2, 8))
+    narrow, wide = CompiledLinear(Linear(weight, bias)), CompiledLinear(Linear(weight.float(), bias.float()))
+    assert narrow.weight.nbytes == wide.weight.nbytes // 2
+    inputs, hidden = torch.randn(ROWS[-1], columns), torch.randn(ROWS[-1], outputs)
+    for rows in ROWS:
+        given, expected = (
+            (each(inputs[:rows]), each.add(hidden[:rows], inputs[:rows])) for each in (narrow, wide)
+        )
+        assert all(map(torch.equal, given, expected))
+        if outputs % 2 == 0:
+            gated = [own.linear_swiglu(inputs[:rows], each) for each in (narrow, wide)]
+            assert torch.equal(*gated)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_read(dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)[:, None]
+    given = CompiledLinear(Linear(numbers))(torch.ones(1, 1))[0]
+    torch.testing.assert_close(given, numbers[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_inputs_may_be_views() -> None:
     torch.manual_seed(1)
     weight = torch.randn(40, 24)
@@ -260,6 +292,9 @@ def test_processors_with_shorter_registers(level: str, monkeypatch: pytest.Monke
     assert compiled().lanes() == {"x86-64-v3": 8, "x86-64": 4}[level]
     test_products_of_any_shape(130, 513)
     test_gated_products(48, biased=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        test_products_with_16_bits_are_those_with_the_same_numbers_in_32(dtype, 130, 513)
+        test_every_number_of_16_bits_is_read(dtype)
     for form in (Int8Linear, Int4Linear):
         test_products_with_quantised_weights(form, 130, 513)
     for heads in SHAPES[:3]:

@@ -85,6 +85,30 @@ def test_a_quantised_model_is_served(quantization: str, caplog: pytest.LogCaptur
         built.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_stay_so_and_answers_are_those_of_float32(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = []
+    for stored in (dtype, torch.float32):
+        directory = shutil.copytree(GOLDEN, tmp_path / str(stored))
+        tensors = load_file(GOLDEN / "model.safetensors")
+        tensors = {name: each.to(dtype).to(stored) for name, each in tensors.items()}
+        save_file(tensors, directory / "model.safetensors")
+        with caplog.at_level(logging.INFO):
+            built = build_service(parameters(directory, kv_memory_gib=0.01), FakePbUtils())
+        assert f"glm: weights in {stored} take" in caplog.text
+        built.start()
+        try:
+            asked = {"max_tokens": 60, "temperature": 0.9, "seed": 5, "logprobs": 3, "ignore_eos": True}
+            answers.append(Served(built).ask(**asked).wait())
+        finally:
+            built.close()
+    narrow, wide = answers
+    assert narrow.text == wide.text
+    assert [each.logprobs for each in narrow.metas] == [each.logprobs for each in wide.metas]
+
+
 def test_a_model_of_transformers_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_native(tmp_path, "gpt_neox")
     write_tokenizer(tmp_path)

@@ -5,7 +5,7 @@ Halves are rounded up to whole panels, with zeros. With 4 bits, a byte holds a n
 one's in its low bits: [panels, K, LANES]. */
 
 #include "vectors.h"
-#ifdef __AVX2__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -17,8 +17,8 @@ one's in its low bits: [panels, K, LANES]. */
 int lanes(void) { return LANES; }
 
 /* What a matrix's numbers are; the values are those of `ops_cpu.py`. */
-enum kind { FLOAT32, INT8, INT4 };
-static const int BYTES[] = {8, 2, 1}; /* of a pair of them: one of each half */
+enum kind { FLOAT32, INT8, INT4, BFLOAT16, FLOAT16 };
+static const int BYTES[] = {8, 2, 1, 4, 4}; /* of a pair of them: one of each half */
 
 /* A matrix [outputs, columns]. One of bytes is numbers times scales, [outputs]; one of 4 bits is numbers from 0
 to 15 times scales plus zeros, both [groups, outputs]: each GROUP columns of a row have their own. Scales and
@@ -41,6 +41,34 @@ INLINE ivec widen(const char *numbers) {
 #endif
 }
 
+/* LANES numbers of 16 bits as integers. */
+INLINE ivec widen_words(const char *numbers) {
+#if defined(__AVX512F__)
+    return (ivec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)numbers));
+#elif defined(__AVX2__)
+    return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)numbers));
+#else
+    return __builtin_convertvector(*(const words *)numbers, ivec);
+#endif
+}
+
+/* A bfloat16 is the upper half of a float32. */
+INLINE vec load_bfloat16(const char *numbers) { return (vec)(widen_words(numbers) << 16); }
+
+/* A float16 has fewer bits of the exponent. */
+INLINE vec load_float16(const char *numbers) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)numbers));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)numbers));
+#else
+    ivec wide = widen_words(numbers), sign = (wide & 0x8000) << 16, size = (wide & 0x7fff) << 13;
+    vec number = (vec)size * 0x1p112f;
+    ivec not_finite = size >= 0x7c00 << 13;
+    return (vec)(sign | (not_finite & (size | 0x7f800000)) | (~not_finite & (ivec)number));
+#endif
+}
+
 /* The numbers of a panel's column: of LANES rows of the first half, and of the second. */
 INLINE void load_column(const char *panel, int64_t column, const int kind, vec *first, vec *second) {
     if (kind == FLOAT32) {
@@ -49,6 +77,12 @@ INLINE void load_column(const char *panel, int64_t column, const int kind, vec *
     } else if (kind == INT8) {
         *first = __builtin_convertvector(widen(panel + column * PANEL), vec);
         *second = __builtin_convertvector(widen(panel + column * PANEL + LANES), vec);
+    } else if (kind == BFLOAT16) {
+        *first = load_bfloat16(panel + 2 * column * PANEL);
+        *second = load_bfloat16(panel + 2 * (column * PANEL + LANES));
+    } else if (kind == FLOAT16) {
+        *first = load_float16(panel + 2 * column * PANEL);
+        *second = load_float16(panel + 2 * (column * PANEL + LANES));
     } else {
         ivec pairs = widen(panel + column * LANES);
         *first = __builtin_convertvector(pairs & 15, vec);
@@ -100,7 +134,7 @@ static void multiply_floats(const float *inputs, int rows, int64_t stride, const
     multiply_rows(inputs, rows, stride, panel, depth, FLOAT32, sums);
 }
 
-/* The same for a panel of bytes or of 4 bits. For more rows than are multiplied together, these become float32 once. */
+/* The same for a panel of less than 32 bits. For more rows than are multiplied together, these become float32 once. */
 INLINE void multiply_few_bits(const float *inputs, int rows, int64_t stride, const char *panel, int depth,
                               const int kind, float *sums) {
     if (rows <= TOGETHER) {
@@ -149,6 +183,10 @@ static void multiply_columns(const float *inputs, int rows, const struct matrix 
         multiply_floats(own, rows, columns, numbers, depth, sums);
     } else if (matrix->kind == INT8) {
         multiply_few_bits(own, rows, columns, numbers, depth, INT8, sums);
+    } else if (matrix->kind == BFLOAT16) {
+        multiply_few_bits(own, rows, columns, numbers, depth, BFLOAT16, sums);
+    } else if (matrix->kind == FLOAT16) {
+        multiply_few_bits(own, rows, columns, numbers, depth, FLOAT16, sums);
     } else {
         for (int at = 0; at < depth; at += GROUP) {
             float products[TILE * PANEL] __attribute__((aligned(64)));

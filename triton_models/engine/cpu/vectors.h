@@ -31,6 +31,7 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef uint16_t words __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 
 INLINE vec load(const float *numbers) { return *(const vec *)numbers; }

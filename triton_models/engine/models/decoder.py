@@ -113,7 +113,8 @@ class Decoder:
     """A `CausalModel`. The weights are allocated here and filled by whoever reads the checkpoint.
 
     Matrices are in the `form` given, but for the embedding, a head that is the same, and one in the form
-    `head`.
+    `head`. `stored` is the dtype of plain ones and of the embedding, if it is not `dtype`, in which all else
+    is computed: only products that are made for it take such matrices.
 
     Attributes:
         nbytes: what it allocates.
@@ -127,6 +128,7 @@ class Decoder:
         device: torch.device,
         form: type[Linear] = Linear,
         head: type[Linear] | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.config = config
         # With ChatGLM, the padded one, from which the original code samples, too.
@@ -136,18 +138,19 @@ class Decoder:
         self.query_heads = config.query_heads
         self.dtype = dtype
         self.device = device
-        self.nbytes = config.nbytes(dtype, form, head)
+        stored = stored or dtype
+        self.nbytes = config.nbytes(stored, form, head)
 
         def matrix(name: str) -> Linear:
             rows, columns, bias = config.matrices[name]
-            return form.empty(rows, columns, bias=bias, dtype=dtype, device=device)
+            return form.empty(rows, columns, bias=bias, dtype=stored, device=device)
 
         def norm(width: int = config.hidden) -> Norm:
             weight = torch.empty(width, dtype=torch.float32, device=device)
             bias = torch.empty_like(weight) if config.layer_norms else None
             return Norm(weight, bias, config.epsilon)
 
-        self.embedding = torch.empty((config.vocabulary, config.hidden), dtype=dtype, device=device)
+        self.embedding = torch.empty((config.vocabulary, config.hidden), dtype=stored, device=device)
         self.embedding_norm = norm() if config.layer_norms else None
         self.layers = [
             DecoderLayer(
@@ -169,7 +172,7 @@ class Decoder:
             self.head = Linear(self.embedding)
         else:
             shape = config.vocabulary, config.hidden
-            self.head = (head or form).empty(*shape, bias=False, dtype=dtype, device=device)
+            self.head = (head or form).empty(*shape, bias=False, dtype=stored, device=device)
         self.positions = (
             alibi(config.query_heads, device)
             if config.rope is None
@@ -190,7 +193,7 @@ class Decoder:
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
         """Compute all layers, but of the last one only the attention."""
-        hidden = embedding(tokens, self.embedding)
+        hidden = embedding(tokens, self.embedding).to(self.dtype)
         if self.embedding_norm is not None:
             hidden = operations.norm(hidden, self.embedding_norm)
         for index, layer in enumerate(self.layers):
