@@ -134,7 +134,7 @@ static void multiply_floats(const float *inputs, int rows, int64_t stride, const
     multiply_rows(inputs, rows, stride, panel, depth, FLOAT32, sums);
 }
 
-/* The same for a panel of less than 32 bits. For more rows than are multiplied together, these become float32 once. */
+/* The same for a panel of bytes or of 4 bits. For more rows than are multiplied together, these become float32 once. */
 INLINE void multiply_few_bits(const float *inputs, int rows, int64_t stride, const char *panel, int depth,
                               const int kind, float *sums) {
     if (rows <= TOGETHER) {
@@ -184,9 +184,9 @@ static void multiply_columns(const float *inputs, int rows, const struct matrix 
     } else if (matrix->kind == INT8) {
         multiply_few_bits(own, rows, columns, numbers, depth, INT8, sums);
     } else if (matrix->kind == BFLOAT16) {
-        multiply_few_bits(own, rows, columns, numbers, depth, BFLOAT16, sums);
+        multiply_rows(own, rows, columns, numbers, depth, BFLOAT16, sums);
     } else if (matrix->kind == FLOAT16) {
-        multiply_few_bits(own, rows, columns, numbers, depth, FLOAT16, sums);
+        multiply_rows(own, rows, columns, numbers, depth, FLOAT16, sums);
     } else {
         for (int at = 0; at < depth; at += GROUP) {
             float products[TILE * PANEL] __attribute__((aligned(64)));
