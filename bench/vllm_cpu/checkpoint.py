@@ -34,8 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 """As large as the demo, and of 100 million parameters."""
 
 
-def write_checkpoint(folder: Path, shape: str) -> int:
-    """Write config, tokenizer and weights, float32; return the number of parameters."""
+def write_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> int:
+    """Write config, tokenizer and weights; return the number of parameters."""
     config = LlamaConfig(
         **SHAPES[shape],
         max_position_embeddings=CONTEXT,
@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, shape: str) -> int:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
     _tokenizer(config.vocab_size).save(str(folder / "tokenizer.json"))
     document = {
@@ -74,9 +74,11 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--shape", type=click.Choice([*SHAPES]), default="100m", show_default=True)
-def main(folder: Path, shape: str) -> None:
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+def main(folder: Path, shape: str, dtype: str) -> None:
     """Write the checkpoint and print its size."""
-    click.echo(f"{folder}: {write_checkpoint(folder, shape) / 1e6:.0f} million parameters")
+    parameters = write_checkpoint(folder, shape, getattr(torch, dtype))
+    click.echo(f"{folder}: {parameters / 1e6:.0f} million parameters")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.triton_models.engine.models.whole_pass import whole_pass
 from tests.triton_models.native_checkpoint import write_bloom, write_native
 from triton_models.checkpoint import load_model
 from triton_models.directory import NATIVE_TYPES
 from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.models.positions import Interpolation, Rope
+from triton_models.engine.ops_cpu import compile_linear
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
 from triton_models.families import _FAMILIES, read_shape
@@ -30,8 +32,14 @@ def configure(directory: Path, *removed: str, **changes: Any) -> None:
     file.write_text(json.dumps({key: each for key, each in config.items() if key not in removed}))
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> Decoder:
-    return load_model(directory, dtype, CPU, quantization=quantization)
+def load(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    quantization: str | None = None,
+    *,
+    as_stored: bool = False,
+) -> Decoder:
+    return load_model(directory, dtype, CPU, quantization=quantization, as_stored=as_stored)
 
 
 def write_chatglm(directory: Path) -> None:
@@ -314,6 +322,19 @@ def test_parts_of_a_matrix_are_quantised_where_they_belong(tmp_path: Path, famil
         expected = QUANTISATIONS[name].empty(rows, columns, bias=False, dtype=torch.float32, device=CPU)
         expected.place.copy_(matrix.weight)
         assert torch.equal(found.dense(0, rows), expected.dense(0, rows))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_the_same_of_16_bits_as_they_are_stored(tmp_path: Path, family: str) -> None:
+    write(tmp_path, family)
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    wide, narrow = load(tmp_path), load(tmp_path, as_stored=True)
+    assert {narrow.embedding.dtype, narrow.head.weight.dtype} == {torch.bfloat16}
+    for model in (wide, narrow):
+        model.convert(compile_linear)
+    tokens = list(range(5, 40))
+    assert torch.equal(whole_pass(narrow, tokens), whole_pass(wide, tokens))
 
 
 def tensors_in(found: Any) -> list[torch.Tensor]:
