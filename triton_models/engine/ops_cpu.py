@@ -142,10 +142,13 @@ def compiled() -> ctypes.CDLL:
 def _compiled() -> ctypes.CDLL | str:
     """Return the operations, or why there are none."""
     why = "no C compiler was found"
-    named = os.environ.get("CC")
-    for compiler in filter(None, map(shutil.which, (named,) if named else _COMPILERS)):
+    named = os.environ.get("CC", "").split()
+    for program, *options in [named] if named else [[each] for each in _COMPILERS]:
+        compiler = shutil.which(program)
+        if compiler is None:
+            continue
         try:
-            loaded = _load(compiler)
+            loaded = _load([compiler, *options])
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or [f"it ended with {error.returncode}"]
             why = f"{compiler}: {next((line for line in lines if 'error' in line), lines[0])}"
@@ -160,13 +163,14 @@ def _compiled() -> ctypes.CDLL | str:
     return why
 
 
-def _load(compiler: str) -> ctypes.CDLL:
+def _load(compiler: list[str]) -> ctypes.CDLL:
     kept = _cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
     with contextlib.suppress(OSError):
-        return ctypes.CDLL(str(kept))
+        if _is_whole(kept):
+            return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="tritongate-", ignore_cleanup_errors=True) as folder:
         library = Path(folder) / "cpu.so"
-        command = [compiler, *_FLAGS, "-o", str(library), *map(str, sorted(_SOURCES.glob("*.c"))), "-lm"]
+        command = [*compiler, *_FLAGS, "-o", str(library), *map(str, sorted(_SOURCES.glob("*.c"))), "-lm"]
         subprocess.run(  # noqa: S603 - our own sources
             command,
             check=True,
@@ -184,17 +188,25 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _keep(library: Path, kept: Path) -> None:
-    """Copy a library to its place all at once: half of one ends a process that loads it."""
+    """Copy a library to its place all at once, with its digest behind it, which loading leaves alone."""
+    contents = library.read_bytes()
     kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
         try:
-            copy.write(library.read_bytes())
+            copy.write(contents + hashlib.sha256(contents).digest())
             copy.flush()
             os.fsync(copy.fileno())
             Path(copy.name).replace(kept)
         except OSError:
             Path(copy.name).unlink(missing_ok=True)
             raise
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether a kept library is as it was written: half of one ends the process that loads it."""
+    contents = kept.read_bytes()
+    digest = hashlib.sha256(contents[: -hashlib.sha256().digest_size]).digest()
+    return contents.endswith(digest)
 
 
 def _cache_folder() -> Path:
@@ -204,11 +216,11 @@ def _cache_folder() -> Path:
         return Path(os.devnull)  # where nothing can be kept
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: list[str]) -> str:
     """Return what tells apart what different compilers make of different sources for different CPUs."""
     lines = set(_CPU.read_text(encoding="utf-8", errors="replace").splitlines()) if _CPU.exists() else set()
     cpu = sorted(line for line in lines if line.startswith(("flags", "Features", "model name")))
-    parts = [compiler, str(Path(compiler).stat().st_mtime_ns), *_FLAGS, *(cpu or [platform.node()])]
+    parts = [*compiler, str(Path(compiler[0]).stat().st_mtime_ns), *_FLAGS, *(cpu or [platform.node()])]
     contents = [path.read_bytes() for path in sorted(_SOURCES.iterdir()) if path.suffix in {".c", ".h"}]
     return hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *contents])).hexdigest()[:32]
 

@@ -234,6 +234,7 @@ def test_layer_norms_are_torchs() -> None:
 def caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where a compilation is kept: nothing yet, and nothing is loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.delenv("CC", raising=False)
     ops_cpu._compiled.cache_clear()
     yield tmp_path / "caches" / "tritongate"
     ops_cpu._compiled.cache_clear()
@@ -440,15 +441,22 @@ def test_it_is_compiled_once_for_all_processes(caches: Path, monkeypatch: pytest
     assert {path.suffix for path in caches.iterdir()} == {".so", ""}  # nothing is left of the copying
 
 
-def test_what_was_kept_and_is_damaged_is_compiled_anew(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left", [0, 31, -100])
+def test_what_was_kept_and_is_damaged_is_compiled_anew(
+    caches: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """A file cut short may be refused when it is loaded, or seem whole, or end the process."""
     made = compilations(monkeypatch)
-    compiler = next(filter(None, map(shutil.which, ops_cpu._COMPILERS)))
-    caches.mkdir(parents=True)
-    kept = caches / f"cpu-{ops_cpu._fingerprint(compiler)}.so"
-    kept.write_bytes(b"")
     assert compiled().lanes() > 0
-    assert len(made) == 1
-    assert kept.stat().st_size > 0
+    (kept,) = caches.iterdir()
+    whole = kept.read_bytes()
+    kept.unlink()  # what is loaded stays as it is
+    kept.write_bytes(whole[:left])
+    for _ in range(2):
+        ops_cpu._compiled.cache_clear()
+        assert compiled().lanes() > 0
+    assert len(made) == 2
+    assert kept.stat().st_size == len(whole)
 
 
 @pytest.mark.parametrize("home", [True, False])
@@ -488,6 +496,16 @@ def test_the_compiler_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CC", "none")
     with pytest.raises(NotCompiledError, match="no C compiler was found"):
         compiled()
+
+
+@pytest.mark.usefixtures("caches")
+def test_a_compiler_may_be_named_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = compilations(monkeypatch)
+    for count, named in enumerate(("gcc -g0", "env gcc", "env gcc -g0"), 1):
+        ops_cpu._compiled.cache_clear()
+        monkeypatch.setenv("CC", named)
+        assert compiled().lanes() > 0
+        assert len(made) == count
 
 
 @pytest.mark.usefixtures("caches")

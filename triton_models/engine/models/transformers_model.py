@@ -252,6 +252,11 @@ class _Given(Module):
         super().__init__()
         self._output = output
 
+    @property
+    def decoder(self) -> Module:
+        """Return itself: OPT's class calls its base model's decoder."""
+        return self
+
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> ModelOutput:
         """Return them in the form of the base model's own output."""
         return self._output(last_hidden_state=inputs_embeds)

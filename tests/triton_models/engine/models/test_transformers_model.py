@@ -42,11 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4},
     "olmo2": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 48},
     "phi": {"hidden_size": 96, "head_dim": 24, "partial_rotary_factor": 0.5},
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
     "starcoder2": {"use_bias": True},
 }  # fmt: skip
-"""By what is special: shapes of heads, positions, scales, experts."""
+"""By what is special: shapes of heads, positions, scales, experts, where the base model's layers are."""
 
 
 def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
