@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import GatewayError
 
@@ -22,12 +22,26 @@ _TYPES: Final[Mapping[int, str]] = {
 }
 _SERVER_ERROR: Final = 500
 
+THREAD: Final = "thread"
+"""The field by which a client has its conversation kept on the server."""
+
+
+class MessagesErrorDetails(Struct, frozen=True):
+    """A cause that the SDK knows: told so of its field `thread`, a tool runner goes on without."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+_DETAILS: Final = {THREAD: MessagesErrorDetails("thread_unsupported_request", [THREAD])}
+
 
 class MessagesErrorBody(Struct, frozen=True):
     """What went wrong; the message names the field, if it is about one."""
 
     type: str
     message: str
+    details: MessagesErrorDetails | UnsetType = UNSET
 
 
 class MessagesError(Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
@@ -47,6 +61,7 @@ def messages_error(error: GatewayError, request_id: str) -> MessagesError:
     other = "invalid_request_error" if error.status < _SERVER_ERROR else "api_error"
     named = error.param is None or error.param in error.message
     message = error.message if named else f"{error.param}: {error.message}"
+    details = _DETAILS.get(error.param or "", UNSET)
     return MessagesError(
-        error=MessagesErrorBody(_TYPES.get(error.status, other), message), request_id=request_id
+        error=MessagesErrorBody(_TYPES.get(error.status, other), message, details), request_id=request_id
     )
