@@ -1,11 +1,12 @@
 """Errors as clients of `/v1/messages` read them: Anthropic's types, and the status that all routes have."""
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.errors import GatewayError
+from gateway.errors import ContextLengthError, GatewayError
 
 REQUEST_ID_HEADER: Final = "Request-Id"
 """Where these clients look for a request's id."""
@@ -21,6 +22,11 @@ _TYPES: Final[Mapping[int, str]] = {
     504: "timeout_error",
 }
 _SERVER_ERROR: Final = 500
+
+_TOGETHER: Final = re.compile(
+    r"the prompt has (\d+) tokens and max_tokens is (\d+): together \d+, and the context is (\d+)"
+)
+"""How our own models say that there is room for the prompt, but not for `max_tokens`, too."""
 
 THREAD: Final = "thread"
 """The field by which a client has its conversation kept on the server."""
@@ -59,9 +65,24 @@ def is_of_messages(path: str) -> bool:
 def messages_error(error: GatewayError, request_id: str) -> MessagesError:
     """Write `error`, which ended the request of that id."""
     other = "invalid_request_error" if error.status < _SERVER_ERROR else "api_error"
-    named = error.param is None or error.param in error.message
-    message = error.message if named else f"{error.param}: {error.message}"
+    if isinstance(error, ContextLengthError):
+        message = _of_context(error.message)
+    elif error.param is None or error.param in error.message:
+        message = error.message
+    else:
+        message = f"{error.param}: {error.message}"
     details = _DETAILS.get(error.param or "", UNSET)
     return MessagesError(
         error=MessagesErrorBody(_TYPES.get(error.status, other), message, details), request_id=request_id
     )
+
+
+def _of_context(message: str) -> str:
+    """Say in Anthropic's words that the context is exceeded: agents look for them, since there is no code.
+
+    They shorten the conversation, or else ask for fewer tokens by the three numbers.
+    """
+    sizes = _TOGETHER.search(message)
+    if sizes is None:
+        return f"prompt is too long: {message}"
+    return "input length and `max_tokens` exceed context limit: {} + {} > {}".format(*sizes.groups())
