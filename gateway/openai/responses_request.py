@@ -172,7 +172,7 @@ class _Turn:
     role: MessageRole
     path: str
     texts: list[list[str]] = field(default_factory=list)
-    """Parts of text; a call starts a new list."""
+    """Parts of text; a call, or another system message, starts a new list."""
     calls: dict[str, PastCall] = field(default_factory=dict)
     """By id."""
     reasoning: list[str] = field(default_factory=list)
@@ -181,8 +181,13 @@ class _Turn:
 
     @property
     def goes_on(self) -> bool:
-        """Whether what is said behind it is of it, too: it has calls, or nothing but reasoning."""
-        return bool(self.calls) or not self.texts
+        """Whether its role's next text is of it, too: it is the system's, has calls, or reasoning alone."""
+        return self.role == "system" or bool(self.calls) or not self.texts
+
+    def add(self, text: str) -> None:
+        if self.role == "system" or not self.texts:
+            self.texts.append([])
+        self.texts[-1].append(text)
 
     def message(self) -> Message:
         return Message(
@@ -196,17 +201,18 @@ class _Turn:
         )
 
 
-def messages_of(items: Iterable[Item]) -> list[Message]:
-    """Return `items` as a conversation.
+def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[Message]:
+    """Return `items` as a conversation that begins with `instructions`.
 
-    Calls belong to the assistant message that they follow, or to one without text. So do text and reasoning
-    that follow a call without a result in between, as in an earlier answer of several parts; a blank line
-    separates the text before a call from that after it.
+    System messages in a row, the instructions among them, are one: many chat templates refuse a second one,
+    or leave it out. Calls belong to the assistant message that they follow, or to one without text. So do
+    text and reasoning that follow a call without a result in between, as in an earlier answer of several
+    parts. Blank lines separate system messages, and the text before a call from that after it.
 
     Raises:
         InvalidRequestError: the id of a call is used twice.
     """
-    turns: list[_Turn] = []
+    turns = [] if instructions is None else [_Turn("system", "instructions", [[instructions]])]
     for at, item in enumerate(items):
         path = f"input.{at}"
         last = turns[-1] if turns and turns[-1].role == "assistant" else None
@@ -228,13 +234,11 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
                 )
             last.texts.append([])
             last.calls[item.call_id] = item.past(item.call_id)
-        elif last is not None and last.goes_on and item.role == "assistant":
-            last.texts = last.texts or [[]]
-            last.texts[-1].append(text_of(item.content))
         else:
             role = "system" if item.role == "developer" else item.role
-            images = images_of(item.content, f"{path}.content")
-            turns.append(_Turn(role, path, [[text_of(item.content)]], images=images))
+            if not turns or turns[-1].role != role or not turns[-1].goes_on:
+                turns.append(_Turn(role, path, images=images_of(item.content, f"{path}.content")))
+            turns[-1].add(text_of(item.content))
     return [turn.message() for turn in turns]
 
 
@@ -349,13 +353,9 @@ class ResponsesRequest(GenerationRequest):
     @cached_property
     def continued(self) -> Conversation:
         """The conversation and the tools."""
-        messages = []
-        if self.instructions is not None:
-            messages.append(Message(role="system", content=self.instructions, field="instructions"))
+        messages = messages_of(() if isinstance(self.input, str) else self.input, self.instructions)
         if isinstance(self.input, str):
             messages.append(Message(role="user", content=self.input, field="input"))
-        else:
-            messages += messages_of(self.input)
         effort = self.reasoning.effort if self.reasoning else None
         switches = {} if effort is None else {"reasoning_effort": effort}
         return Conversation(tuple(messages), self._offer(), switches | (self.chat_template_kwargs or {}))

@@ -75,13 +75,28 @@ def test_every_parameter_arrives() -> None:
 
 
 def test_instructions_come_before_the_conversation() -> None:
-    said = [{"role": "developer", "content": "t"}, {"role": "user", "content": "hi"}]
-    prompt = read(instructions="s", input=said).continued
-    assert [(message.role, message.content, message.field) for message in prompt.messages] == [
-        ("system", "s", "instructions"),
-        ("system", "t", "input.0"),
-        ("user", "hi", "input.1"),
-    ]
+    for said, field in (("hi", "input"), ([{"role": "user", "content": "hi"}], "input.0")):
+        prompt = read(instructions="s", input=said).continued
+        assert [(message.role, message.content, message.field) for message in prompt.messages] == [
+            ("system", "s", "instructions"),
+            ("user", "hi", field),
+        ]
+
+
+def test_system_messages_in_a_row_are_one() -> None:
+    """As Codex sends them; a chat template, such as Qwen3.5's, refused a second one, or left it out."""
+    developer = {"role": "developer", "content": [{"type": "input_text", "text": x} for x in ("t", "u")]}
+    said = [developer, {"role": "system", "content": "v"}, ASKED, developer]
+    for instructions, first in (
+        ("s", ("system", "s\n\ntu\n\nv", "instructions")),
+        (None, ("system", "tu\n\nv", "input.0")),
+    ):
+        prompt = read(instructions=instructions, input=said).continued
+        assert [(message.role, message.content, message.field) for message in prompt.messages] == [
+            first,
+            ("user", "?", "input.2"),
+            ("system", "tu", "input.3"),
+        ]
 
 
 def test_tools_are_flat() -> None:
@@ -264,6 +279,7 @@ OTHER = PastCall(id="call_b", name="add", arguments='{"a": 1}')
 def test_messages_of_every_role_and_form() -> None:
     said = messages(
         {"role": "developer", "content": "s"},
+        {"role": "user", "content": "r"},
         {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "t"}]},
         {"type": None, "role": "user", "content": [{"type": "input_text", "text": x} for x in "ab"]},
         {"role": "assistant", "content": "c"},
@@ -271,12 +287,13 @@ def test_messages_of_every_role_and_form() -> None:
     )
     assert said == [
         Message(role="system", content="s"),
+        Message(role="user", content="r"),
         Message(role="system", content="t"),
         Message(role="user", content="ab"),
         Message(role="assistant", content="c"),
         Message(role="assistant", content="d"),
     ]
-    assert [message.field for message in said] == [f"input.{at}" for at in range(5)]
+    assert [message.field for message in said] == [f"input.{at}" for at in range(6)]
 
 
 def test_a_calls_message_is_the_one_before_it_or_an_empty_one() -> None:
