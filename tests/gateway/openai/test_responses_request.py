@@ -99,6 +99,28 @@ def test_system_messages_in_a_row_are_one() -> None:
         ]
 
 
+def test_messages_of_a_user_in_a_row_are_one() -> None:
+    """As Codex sends them; chat templates that demand alternating roles, such as Mistral's, refused them."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64,cGljdHVyZQ=="}
+    seen = [{"type": "input_text", "text": "b"}, image, {"type": "input_text", "text": "c"}]
+    said = messages(
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": seen},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": [image]},
+        answer("d"),
+        answer("e"),
+    )
+    assert [(each.role, each.content, each.field) for each in said] == [
+        ("user", "a\n\nbc", "input.0"),
+        ("assistant", "d\n\ne", "input.4"),
+    ]
+    assert [(each.at, each.field) for each in said[0].images] == [
+        (4, "input.1.content.1"),
+        (5, "input.3.content.0"),
+    ]
+
+
 def test_tools_are_flat() -> None:
     schema = {"type": "object", "properties": {"zone": {"type": "string"}}}
     tools = [{**TOOL, "description": "Tells it.", "parameters": schema, "strict": False}]
@@ -283,7 +305,8 @@ def test_messages_of_every_role_and_form() -> None:
         {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "t"}]},
         {"type": None, "role": "user", "content": [{"type": "input_text", "text": x} for x in "ab"]},
         {"role": "assistant", "content": "c"},
-        {**answer("d"), "phase": None},
+        {"role": "user", "content": "d"},
+        {**answer("e"), "phase": None},
     )
     assert said == [
         Message(role="system", content="s"),
@@ -291,9 +314,10 @@ def test_messages_of_every_role_and_form() -> None:
         Message(role="system", content="t"),
         Message(role="user", content="ab"),
         Message(role="assistant", content="c"),
-        Message(role="assistant", content="d"),
+        Message(role="user", content="d"),
+        Message(role="assistant", content="e"),
     ]
-    assert [message.field for message in said] == [f"input.{at}" for at in range(6)]
+    assert [message.field for message in said] == [f"input.{at}" for at in range(7)]
 
 
 def test_a_calls_message_is_the_one_before_it_or_an_empty_one() -> None:
@@ -422,4 +446,17 @@ def test_reasoning_between_the_calls_of_one_answer_is_of_the_same_message() -> N
         ("assistant", "Hm.\n\nHm.", 2),
         ("tool", "", 0),
         ("tool", "", 0),
+    ]
+
+
+def test_reasoning_behind_text_is_of_the_same_message() -> None:
+    """A call behind it stood in a message of its own, which templates of alternating roles refused."""
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    body = json.dumps({"model": "m", "input": [ASKED, thought, answer(), thought, call(), result()]}).encode()
+    reading = Reading(reads=lambda _: frozenset({"reasoning_content"}))
+    said = ResponsesRequest.read(body, reading).continued.messages
+    assert [(each.role, each.reasoning, each.content, len(each.calls)) for each in said] == [
+        ("user", "", "?", 0),
+        ("assistant", "Hm.\n\nHm.", "Let me see.", 1),
+        ("tool", "", "noon", 0),
     ]
