@@ -1,11 +1,12 @@
 """Errors as clients of `/v1/messages` read them: Anthropic's types, and the status that all routes have."""
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
-from gateway.errors import GatewayError
+from gateway.errors import ContextLengthError, GatewayError
 
 REQUEST_ID_HEADER: Final = "Request-Id"
 """Where these clients look for a request's id."""
@@ -22,12 +23,31 @@ _TYPES: Final[Mapping[int, str]] = {
 }
 _SERVER_ERROR: Final = 500
 
+_TOGETHER: Final = re.compile(
+    r"the prompt has (\d+) tokens and max_tokens is (\d+): together \d+, and the context is (\d+)"
+)
+"""How our own models say that there is room for the prompt, but not for `max_tokens`, too."""
+
+THREAD: Final = "thread"
+"""The field by which a client has its conversation kept on the server."""
+
+
+class MessagesErrorDetails(Struct, frozen=True):
+    """A cause that the SDK knows: told so of its field `thread`, a tool runner goes on without."""
+
+    error_code: str
+    unsupported: list[str]
+
+
+_DETAILS: Final = {THREAD: MessagesErrorDetails("thread_unsupported_request", [THREAD])}
+
 
 class MessagesErrorBody(Struct, frozen=True):
     """What went wrong; the message names the field, if it is about one."""
 
     type: str
     message: str
+    details: MessagesErrorDetails | UnsetType = UNSET
 
 
 class MessagesError(Struct, frozen=True, kw_only=True, tag_field="type", tag="error"):
@@ -45,8 +65,24 @@ def is_of_messages(path: str) -> bool:
 def messages_error(error: GatewayError, request_id: str) -> MessagesError:
     """Write `error`, which ended the request of that id."""
     other = "invalid_request_error" if error.status < _SERVER_ERROR else "api_error"
-    named = error.param is None or error.param in error.message
-    message = error.message if named else f"{error.param}: {error.message}"
+    if isinstance(error, ContextLengthError):
+        message = _of_context(error.message)
+    elif error.param is None or error.param in error.message:
+        message = error.message
+    else:
+        message = f"{error.param}: {error.message}"
+    details = _DETAILS.get(error.param or "", UNSET)
     return MessagesError(
-        error=MessagesErrorBody(_TYPES.get(error.status, other), message), request_id=request_id
+        error=MessagesErrorBody(_TYPES.get(error.status, other), message, details), request_id=request_id
     )
+
+
+def _of_context(message: str) -> str:
+    """Say in Anthropic's words that the context is exceeded: agents look for them, since there is no code.
+
+    They shorten the conversation, or else ask for fewer tokens by the three numbers.
+    """
+    sizes = _TOGETHER.search(message)
+    if sizes is None:
+        return f"prompt is too long: {message}"
+    return "input length and `max_tokens` exceed context limit: {} + {} > {}".format(*sizes.groups())

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from gateway.anthropic.errors import THREAD
 from gateway.core.request import Conversation, Grammar, Image, Message, NamedTool, PastCall, ToolOffer
 from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
@@ -325,7 +326,7 @@ class ConversationRequest(Body):
     """What makes a prompt. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"container": None, "mcp_servers": [], "output_format": None}
-    refusals: ClassVar[Mapping[str, str]] = {"output_format": "is an older name: give output_config.format"}
+    refusals: ClassVar[dict[str, str]] = {"output_format": "is an older name: give output_config.format"}
 
     messages: Annotated[
         Items[MessageInput], Field(min_length=1, max_length=MESSAGES_LIMIT), at_most(MESSAGES_LIMIT)
@@ -371,6 +372,13 @@ class ConversationRequest(Body):
 
 class MessagesRequest(ConversationRequest, GenerationRequest):
     """A request for a message. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = {"compaction": None, THREAD: None}
+    refusals: ClassVar[dict[str, str]] = ConversationRequest.refusals | {
+        "compaction": "asks for a summary in place of an answer, which this server does not make",
+        THREAD: "needs a server that keeps conversations, which this one does not: "
+        "send the whole conversation in messages",
+    }
 
     max_tokens: TokenBound
     stop_sequences: StopStrings | None = None

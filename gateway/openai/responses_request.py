@@ -5,7 +5,7 @@ states of items are bookkeeping, since nothing is stored that they could refer t
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -165,6 +165,9 @@ Item = Annotated[
 ]
 
 
+_BLANK_LINE = "\n\n"
+
+
 @dataclass(slots=True)
 class _Turn:
     """A message of the conversation, while its items are collected."""
@@ -172,69 +175,73 @@ class _Turn:
     role: MessageRole
     path: str
     texts: list[list[str]] = field(default_factory=list)
-    """Parts of text; a call starts a new list."""
+    """Parts of text: each item's, but what is between two calls is one."""
+    length: int = 0
+    """Of the text, unless there are calls."""
     calls: dict[str, PastCall] = field(default_factory=dict)
     """By id."""
     reasoning: list[str] = field(default_factory=list)
     answers: str | None = None
-    images: tuple[Image, ...] = ()
+    images: list[Image] = field(default_factory=list)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether what is said behind it is of it, too: it has calls, or nothing but reasoning."""
-        return bool(self.calls) or not self.texts
+    def add(self, text: str, images: Iterable[Image] = ()) -> None:
+        if not self.calls:
+            self.texts.append([])
+        self.texts[-1].append(text)
+        if text:
+            self.length += len(text) + (len(_BLANK_LINE) if self.length else 0)
+        begin = self.length - len(text)
+        self.images += (replace(image, at=begin + image.at) for image in images)
 
     def message(self) -> Message:
         return Message(
             role=self.role,
-            content="\n\n".join(text for pieces in self.texts if (text := "".join(pieces))),
-            images=self.images,
+            content=_BLANK_LINE.join(text for pieces in self.texts if (text := "".join(pieces))),
+            images=tuple(self.images),
             calls=tuple(self.calls.values()),
-            reasoning="\n\n".join(self.reasoning),
+            reasoning=_BLANK_LINE.join(self.reasoning),
             answers=self.answers,
             field=self.path,
         )
 
 
-def messages_of(items: Iterable[Item]) -> list[Message]:
-    """Return `items` as a conversation.
+def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[Message]:
+    """Return `items` as a conversation that begins with `instructions`.
 
-    Calls belong to the assistant message that they follow, or to one without text. So do text and reasoning
-    that follow a call without a result in between, as in an earlier answer of several parts; a blank line
-    separates the text before a call from that after it.
+    Messages of one role in a row are one, the instructions the system's: many chat templates refuse a second
+    one, or leave it out. An assistant's has its reasoning and calls, too, up to their results. Blank lines
+    separate messages, and the text before a call from that after it.
 
     Raises:
         InvalidRequestError: the id of a call is used twice.
     """
     turns: list[_Turn] = []
+
+    def turn_of(role: MessageRole, path: str) -> _Turn:
+        if not turns or turns[-1].role != role:
+            turns.append(_Turn(role, path))
+        return turns[-1]
+
+    if instructions is not None:
+        turn_of("system", "instructions").add(instructions)
     for at, item in enumerate(items):
         path = f"input.{at}"
-        last = turns[-1] if turns and turns[-1].role == "assistant" else None
         if isinstance(item, ReasoningItem):
             if item.content:
-                if last is None or not last.goes_on:
-                    turns.append(_Turn("assistant", path))
-                turns[-1].reasoning.append(text_of(item.content))
-            continue
-        if isinstance(item, FunctionResultItem):
+                turn_of("assistant", path).reasoning.append(text_of(item.content))
+        elif isinstance(item, FunctionResultItem):
             turns.append(_Turn("tool", path, [[text_of(item.output)]], answers=item.call_id))
         elif isinstance(item, FunctionCallItem):
-            if last is None:
-                last = _Turn("assistant", path)
-                turns.append(last)
-            if item.call_id in last.calls:
+            caller = turn_of("assistant", path)
+            if item.call_id in caller.calls:
                 raise InvalidRequestError(
                     f"{path}.call_id is that of a call before it.", param=f"{path}.call_id"
                 )
-            last.texts.append([])
-            last.calls[item.call_id] = item.past(item.call_id)
-        elif last is not None and last.goes_on and item.role == "assistant":
-            last.texts = last.texts or [[]]
-            last.texts[-1].append(text_of(item.content))
+            caller.texts.append([])
+            caller.calls[item.call_id] = item.past(item.call_id)
         else:
-            role = "system" if item.role == "developer" else item.role
-            images = images_of(item.content, f"{path}.content")
-            turns.append(_Turn(role, path, [[text_of(item.content)]], images=images))
+            turn = turn_of("system" if item.role == "developer" else item.role, path)
+            turn.add(text_of(item.content), images_of(item.content, f"{path}.content"))
     return [turn.message() for turn in turns]
 
 
@@ -349,13 +356,9 @@ class ResponsesRequest(GenerationRequest):
     @cached_property
     def continued(self) -> Conversation:
         """The conversation and the tools."""
-        messages = []
-        if self.instructions is not None:
-            messages.append(Message(role="system", content=self.instructions, field="instructions"))
+        messages = messages_of(() if isinstance(self.input, str) else self.input, self.instructions)
         if isinstance(self.input, str):
             messages.append(Message(role="user", content=self.input, field="input"))
-        else:
-            messages += messages_of(self.input)
         effort = self.reasoning.effort if self.reasoning else None
         switches = {} if effort is None else {"reasoning_effort": effort}
         return Conversation(tuple(messages), self._offer(), switches | (self.chat_template_kwargs or {}))

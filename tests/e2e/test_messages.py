@@ -62,6 +62,15 @@ def test_the_result_of_a_call_is_answered(demo: openai.OpenAI) -> None:
     assert answer["content"] == [{"type": "text", "text": "襄阳的天气：晴，21 °C。"}]
 
 
+def test_a_context_that_is_exceeded_is_told_in_the_words_that_agents_look_for(demo: openai.OpenAI) -> None:
+    """By them Claude Code and others shorten the conversation, or ask again for fewer tokens."""
+    tokens = ask(demo, GREETING, "messages/count_tokens").json()["input_tokens"]
+    both = ask(demo, GREETING, max_tokens=2048).json()["error"]["message"]
+    assert both == f"input length and `max_tokens` exceed context limit: {tokens} + 2048 > 2048"
+    long = ask(demo, [{"role": "user", "content": "Good morning! " * 2048}]).json()["error"]["message"]
+    assert long.startswith("prompt is too long: the prompt has ")
+
+
 def test_what_the_model_side_refuses_has_the_form_of_this_route(demo: openai.OpenAI) -> None:
     answer = ask(demo, GREETING, max_tokens=10**6)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

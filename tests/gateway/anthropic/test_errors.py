@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.anthropic.errors import is_of_messages, messages_error
-from gateway.errors import GatewayError, InvalidRequestError
+from gateway.errors import ContextLengthError, GatewayError, InvalidRequestError
 
 EXPECTED = {
     400: "invalid_request_error",
@@ -31,12 +31,28 @@ def kinds(base: type[GatewayError] = GatewayError) -> Iterator[type[GatewayError
 def test_every_error_has_a_type(kind: type[GatewayError]) -> None:
     error = messages_error(kind("No."), "r1")
     assert error.error.type == EXPECTED.get(kind.status, "invalid_request_error")
-    assert (error.error.message, error.request_id) == ("No.", "r1")
+    assert error.request_id == "r1"
+    assert error.error.message == ("prompt is too long: No." if kind is ContextLengthError else "No.")
 
 
 def test_the_message_names_the_field() -> None:
     assert messages_error(InvalidRequestError("No.", param="a.b"), "").error.message == "a.b: No."
     assert messages_error(InvalidRequestError("Not a.b.", param="a.b"), "").error.message == "Not a.b."
+
+
+def test_a_context_that_is_exceeded_is_told_in_the_words_that_agents_look_for() -> None:
+    """They have no code to go by. The end-to-end tests have the models' own words, too."""
+    for said, told in (
+        (
+            "the prompt has 9 tokens; the context is 8",
+            "prompt is too long: the prompt has 9 tokens; the context is 8",
+        ),
+        (
+            "the prompt has 5 tokens and max_tokens is 6: together 11, and the context is 8",
+            "input length and `max_tokens` exceed context limit: 5 + 6 > 8",
+        ),
+    ):
+        assert messages_error(ContextLengthError(said, param="messages"), "").error.message == told
 
 
 def test_whose_errors_these_are() -> None:

@@ -180,6 +180,18 @@ async def test_what_the_routes_share_has_this_form_too(
         assert error_of(await served.http.request(method, path, **sent))[:2] == (status, kind)
 
 
+async def test_a_tool_runner_is_told_to_send_whole_conversations(served: Served) -> None:
+    """By the details that the SDK (2.14) reads. Its next request would have had a tool's result alone."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        answer = await ask(served, thread=thread)
+        assert (answer.status_code, answer.json()["error"]["details"]) == (
+            400,
+            {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
+    error_of(await ask(served, container="c"))  # has no details
+    assert not served.upstream.requests
+
+
 async def test_a_fault_of_the_gateway_has_this_form_too() -> None:
     async def fall_over(_: Tokenization) -> Tokens:
         raise ZeroDivisionError

@@ -120,9 +120,11 @@ async def test_the_sdk_parses_what_it_asked_for(served: Served) -> None:
     for asked in served.upstream.requests:
         assert asked.grammar is not None
         assert json.loads(asked.grammar.text)["required"] == ["said"]
-    await served.sdk.responses.create(model="glm", input=[*whole.output, *streamed.output])
+    said: list[Any] = [*whole.output, {"role": "user", "content": "?"}, *streamed.output]
+    await served.sdk.responses.create(model="glm", input=said)
     assert [message.content for message in served.upstream.requests[2].prompt.messages] == [
         '{"said": "hi"}',
+        "?",
         '{"said": "hi"}',
     ]
 

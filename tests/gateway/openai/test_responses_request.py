@@ -75,12 +75,49 @@ def test_every_parameter_arrives() -> None:
 
 
 def test_instructions_come_before_the_conversation() -> None:
-    said = [{"role": "developer", "content": "t"}, {"role": "user", "content": "hi"}]
-    prompt = read(instructions="s", input=said).continued
-    assert [(message.role, message.content, message.field) for message in prompt.messages] == [
-        ("system", "s", "instructions"),
-        ("system", "t", "input.0"),
-        ("user", "hi", "input.1"),
+    for said, field in (("hi", "input"), ([{"role": "user", "content": "hi"}], "input.0")):
+        prompt = read(instructions="s", input=said).continued
+        assert [(message.role, message.content, message.field) for message in prompt.messages] == [
+            ("system", "s", "instructions"),
+            ("user", "hi", field),
+        ]
+
+
+def test_system_messages_in_a_row_are_one() -> None:
+    """As Codex sends them; a chat template, such as Qwen3.5's, refused a second one, or left it out."""
+    developer = {"role": "developer", "content": [{"type": "input_text", "text": x} for x in ("t", "u")]}
+    said = [developer, {"role": "system", "content": "v"}, ASKED, developer]
+    for instructions, first in (
+        ("s", ("system", "s\n\ntu\n\nv", "instructions")),
+        (None, ("system", "tu\n\nv", "input.0")),
+    ):
+        prompt = read(instructions=instructions, input=said).continued
+        assert [(message.role, message.content, message.field) for message in prompt.messages] == [
+            first,
+            ("user", "?", "input.2"),
+            ("system", "tu", "input.3"),
+        ]
+
+
+def test_messages_of_a_user_in_a_row_are_one() -> None:
+    """As Codex sends them; chat templates that demand alternating roles, such as Mistral's, refused them."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64,cGljdHVyZQ=="}
+    seen = [{"type": "input_text", "text": "b"}, image, {"type": "input_text", "text": "c"}]
+    said = messages(
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": seen},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": [image]},
+        answer("d"),
+        answer("e"),
+    )
+    assert [(each.role, each.content, each.field) for each in said] == [
+        ("user", "a\n\nbc", "input.0"),
+        ("assistant", "d\n\ne", "input.4"),
+    ]
+    assert [(each.at, each.field) for each in said[0].images] == [
+        (4, "input.1.content.1"),
+        (5, "input.3.content.0"),
     ]
 
 
@@ -264,19 +301,23 @@ OTHER = PastCall(id="call_b", name="add", arguments='{"a": 1}')
 def test_messages_of_every_role_and_form() -> None:
     said = messages(
         {"role": "developer", "content": "s"},
+        {"role": "user", "content": "r"},
         {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "t"}]},
         {"type": None, "role": "user", "content": [{"type": "input_text", "text": x} for x in "ab"]},
         {"role": "assistant", "content": "c"},
-        {**answer("d"), "phase": None},
+        {"role": "user", "content": "d"},
+        {**answer("e"), "phase": None},
     )
     assert said == [
         Message(role="system", content="s"),
+        Message(role="user", content="r"),
         Message(role="system", content="t"),
         Message(role="user", content="ab"),
         Message(role="assistant", content="c"),
-        Message(role="assistant", content="d"),
+        Message(role="user", content="d"),
+        Message(role="assistant", content="e"),
     ]
-    assert [message.field for message in said] == [f"input.{at}" for at in range(5)]
+    assert [message.field for message in said] == [f"input.{at}" for at in range(7)]
 
 
 def test_a_calls_message_is_the_one_before_it_or_an_empty_one() -> None:
@@ -405,4 +446,17 @@ def test_reasoning_between_the_calls_of_one_answer_is_of_the_same_message() -> N
         ("assistant", "Hm.\n\nHm.", 2),
         ("tool", "", 0),
         ("tool", "", 0),
+    ]
+
+
+def test_reasoning_behind_text_is_of_the_same_message() -> None:
+    """A call behind it stood in a message of its own, which templates of alternating roles refused."""
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    body = json.dumps({"model": "m", "input": [ASKED, thought, answer(), thought, call(), result()]}).encode()
+    reading = Reading(reads=lambda _: frozenset({"reasoning_content"}))
+    said = ResponsesRequest.read(body, reading).continued.messages
+    assert [(each.role, each.reasoning, each.content, len(each.calls)) for each in said] == [
+        ("user", "", "?", 0),
+        ("assistant", "Hm.\n\nHm.", "Let me see.", 1),
+        ("tool", "", "noon", 0),
     ]
