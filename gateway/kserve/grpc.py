@@ -81,6 +81,8 @@ class _Refusal(NamedTuple):
 
     code: grpc.StatusCode
     message: str
+    id: str = ""
+    """The request's, where it is one of a stream."""
 
 
 class _Answer(NamedTuple):
@@ -164,7 +166,7 @@ class GrpcServer:
             context.add_done_callback(lambda _: _release(unsent))
             answer = await self._serve(name, partial(self._message, context), context, unsent)
             if isinstance(answer, _Refusal):
-                await context.abort(*answer)
+                await context.abort(answer.code, answer.message)
             return await _joined(answer.parts)
 
         # As a stream of one request, whose message comes only when it is asked for.
@@ -185,24 +187,30 @@ class GrpcServer:
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Serve each request of a stream, several at once; the answers come in the requests' order.
 
-        An error is part of the answers, unless the metadata ask for the status of the first one to end the
-        stream. Each request has one answer, which is marked as its final one, so no empty final response
-        follows, whether the client requested one or not.
+        An error is part of the answers, with its request's id, unless the metadata ask for the status of the
+        first one to end the stream. Each request has one answer, which is marked as its final one, so no
+        empty final response follows, whether the client requested one or not.
         """
         metadata = _metadata_of(context)
         try:
             self._authorize("ModelStreamInfer", metadata)
         except GatewayError:  # as there, where it has a record
-            await context.abort(*await self._serve("ModelStreamInfer", partial(_there, b""), context, set()))
+            refusal = await self._serve("ModelStreamInfer", partial(_there, b""), context, set())
+            await context.abort(refusal.code, refusal.message)
         ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
         unsent: set[ExitStack] = set()
 
+        async def serve(data: bytes) -> Any:
+            answer = await self._serve("ModelStreamInfer", partial(_there, data), context, unsent)
+            if isinstance(answer, _Refusal):
+                answer = answer._replace(id=await self._gateway.bodies.read(data, partial(_id_of, data)))
+            return answer
+
         async def read() -> None:
             async for data in requests:
-                serving = self._serve("ModelStreamInfer", partial(_there, data), context, unsent)
-                task = asyncio.create_task(serving)
+                task = asyncio.create_task(serve(data))
                 running.add(task)
                 task.add_done_callback(running.discard)
                 await answers.put(task)
@@ -214,8 +222,9 @@ class GrpcServer:
                 answer = await task
                 if isinstance(answer, _Refusal):
                     if ends:
-                        await context.abort(*answer)
+                        await context.abort(answer.code, answer.message)
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
+                    message.infer_response.id = answer.id
                     yield message.SerializeToString()
                 else:
                     yield await _joined(_field(_INFER_RESPONSE, *answer.parts, _FINAL))
@@ -327,6 +336,14 @@ async def _connected() -> Mapping[str, str]:
     """Wait for ever: a client's hang-up cancels the call's task."""
     await asyncio.Event().wait()
     raise AssertionError
+
+
+def _id_of(data: bytes) -> str:
+    """Return the id of a request for inference; of what is no message, an empty one."""
+    try:
+        return str(service_pb2.ModelInferRequest.FromString(data).id)
+    except DecodeError:
+        return ""
 
 
 def _read(request: Any) -> InferRequest:

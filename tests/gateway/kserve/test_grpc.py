@@ -307,6 +307,19 @@ async def test_each_request_of_a_stream_has_one_final_response_in_order() -> Non
         await served.until_idle()
 
 
+async def test_an_error_within_a_stream_names_its_request() -> None:
+    unknown, wrong, none = question("other"), question(temperature="x"), question(max_token=None)
+    unknown.id, wrong.id, none.id = "first", "second", ""
+    async with over_grpc(FakeUpstream(echo)) as (_, stub, address):
+        answers = [each async for each in stub.ModelStreamInfer(streamed(unknown, wrong, none))]
+        assert all(each.error_message for each in answers)
+        assert [each.infer_response.id for each in answers] == ["first", "second", ""]
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(ROUTE + "ModelStreamInfer")(streamed(b"\xff\xff\xff"))
+            answer = service_pb2.ModelStreamInferResponse.FromString(await call.read())
+            assert "not the message" in answer.error_message
+
+
 async def test_a_stream_may_ask_for_real_statuses() -> None:
     async with over_grpc(FakeUpstream(echo)) as (_, stub, _):
         call = stub.ModelStreamInfer(streamed(question("other")), metadata=[("triton_grpc_error", "true")])
