@@ -64,6 +64,18 @@ _EXTENSIONS: Final = [
     "statistics",
 ]
 
+_DURATIONS: Final = (
+    "success",
+    "fail",
+    "queue",
+    "compute_input",
+    "compute_infer",
+    "compute_output",
+    "cache_hit",
+    "cache_miss",
+)
+"""What statistics count, all of which clients look up; some of it never happens here."""
+
 
 class _Answer:
     """The raw answer to one row."""
@@ -243,7 +255,10 @@ class Door:
         """Count a request that took `seconds`; it has failed if it has no `rows`."""
         statistics = self._statistics_of(model)
         counts = statistics["inference_stats"]
-        for name, duration_s in {"success" if rows else "fail": seconds, "queue": queued_s}.items():
+        durations_s = {"success" if rows else "fail": seconds, "queue": queued_s}
+        if rows:
+            durations_s["compute_infer"] = seconds - queued_s
+        for name, duration_s in durations_s.items():
             counts[name]["count"] += 1
             counts[name]["ns"] += int(duration_s * 1e9)
         if rows:
@@ -252,9 +267,10 @@ class Door:
             statistics["execution_count"] += 1
 
     def _statistics_of(self, model: str) -> dict[str, Any]:
-        counts = {name: {"count": 0, "ns": 0} for name in ("success", "fail", "queue")}
-        new = {"name": model, "version": VERSION, "last_inference": 0, "inference_count": 0}
-        return self._statistics.setdefault(model, {**new, "execution_count": 0, "inference_stats": counts})
+        counts = {name: {"count": 0, "ns": 0} for name in _DURATIONS}
+        new: dict[str, Any] = {"name": model, "version": VERSION, "last_inference": 0, "inference_count": 0}
+        new |= {"execution_count": 0, "inference_stats": counts, "batch_stats": []}
+        return self._statistics.setdefault(model, new)
 
     async def _infer(
         self,

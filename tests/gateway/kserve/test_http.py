@@ -282,6 +282,13 @@ async def test_statistics_tell_of_what_came_through() -> None:
         assert (found["inference_count"], found["execution_count"]) == (1, 1)
         assert found["inference_stats"]["success"]["count"] == found["inference_stats"]["fail"]["count"] == 1
         assert found["inference_stats"]["success"]["ns"] > 0
+        assert found["inference_stats"]["compute_infer"]["count"] == 1
+        assert (
+            0 < found["inference_stats"]["compute_infer"]["ns"] <= found["inference_stats"]["success"]["ns"]
+        )
+        for name in ("compute_input", "compute_output", "cache_hit", "cache_miss"):
+            assert found["inference_stats"][name] == {"count": 0, "ns": 0}
+        assert found["batch_stats"] == []
         assert len((await served.http.get("/v2/models/stats")).json()["model_stats"]) == 2
 
 
