@@ -1,4 +1,4 @@
-"""The KServe protocol over gRPC: `inference.GRPCInferenceService`, as Triton serves it.
+"""The KServe protocol over gRPC: `inference.GRPCInferenceService`, as Triton serves it, and health beside it.
 
 Each call, and each request of a stream, has a record of its own: key, limits, metrics, trace and log line are
 those of HTTP requests. Methods that the gateway does not offer are refused by name. Tensors are read into
@@ -37,6 +37,11 @@ from gateway.settings.values import Scope
 
 _SERVICE: Final = "inference.GRPCInferenceService"
 _METHODS: Final = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+_HEALTH: Final = "grpc.health.v1.Health"
+"""What Kubernetes asks: https://github.com/grpc/grpc/blob/master/doc/health-checking.md."""
+_SERVING: Final = b"\x08\x01"
+_NOT_SERVING: Final = b"\x08\x02"
+"""A HealthCheckResponse, as `_SERVING`."""
 _AHEAD: Final = 64
 """Requests of one stream that are served at once."""
 _LONGEST_MESSAGE: Final = 1000
@@ -141,7 +146,13 @@ class GrpcServer:
             ),
         )
         handlers = {name: self._handler(name) for name in _METHODS}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        check = grpc.stream_unary_rpc_method_handler(self._check)
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(_SERVICE, handlers),
+                grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),
+            )
+        )
         try:
             if self._certificate is None:
                 self._server.add_insecure_port(address)
@@ -171,6 +182,16 @@ class GrpcServer:
 
         # As a stream of one request, whose message comes only when it is asked for.
         return grpc.stream_unary_rpc_method_handler(unary)
+
+    async def _check(self, _: AsyncIterator[bytes], context: Any) -> bytes:
+        """Tell a probe whether requests will be served, whichever service it names: Triton does so, too."""
+        headers, route = _metadata_of(context), f"/{_HEALTH}/Check"
+        async with self._records.opened(
+            method="GRPC", headers=headers, route=lambda: route, probe=True
+        ) as record:
+            await self._records.admit(record)
+            record.status = HTTPStatus.OK
+            return _SERVING if self._door.ready() else _NOT_SERVING
 
     async def _message(self, context: Any) -> bytes:
         """Receive the only message of a call."""

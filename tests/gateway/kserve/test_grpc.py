@@ -133,6 +133,27 @@ async def test_methods_that_are_not_offered_are_refused_by_name() -> None:
             assert (code, name in message) == (CODE.UNIMPLEMENTED, True)
 
 
+async def test_probes_of_kubernetes_are_answered_as_by_triton() -> None:
+    upstream = FakeUpstream()
+    async with (
+        over_grpc(upstream, api_keys=[{"name": "user", "key": "k"}]) as (served, _, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        serving, not_serving = b"\x08\x01", b"\x08\x02"
+        for request in (b"", b"\x0a\x07service"):
+            assert await check(request) == serving
+        upstream.ready = False
+        assert await check(b"") == not_serving
+        upstream.ready = True
+        served.gateway.drain.begin()
+        assert await check(b"") == not_serving
+        route = "/grpc.health.v1.Health/Check"
+        assert served.metric("requests_total", route=route, model="unknown", status="200") == 4
+        watch = channel.unary_unary("/grpc.health.v1.Health/Watch")
+        assert (await refusal(watch(b"")))[0] is CODE.UNIMPLEMENTED
+
+
 async def test_keys_are_metadata() -> None:
     keys = [{"name": "user", "key": "k"}, {"name": "boss", "key": "a", "scopes": ["admin"]}]
     async with over_grpc(FakeUpstream(echo), api_keys=keys) as (served, stub, _):
