@@ -392,15 +392,23 @@ def _read(request: Any) -> InferRequest:
         if raw:
             elements, at = raw[number], "contents"
         inputs.append(Tensor.read(tensor.name, tensor.datatype, tensor.shape, elements, path=path, at=at))
-    timeout = request.parameters["timeout"].int64_param if "timeout" in request.parameters else 0
     return InferRequest(
         model=request.model_name,
         version=request.model_version,
         id=request.id,
         inputs=inputs,
         outputs=[output.name for output in request.outputs],
-        timeout_us=max(timeout, 0),
+        timeout_us=_timeout_us(request),
     )
+
+
+def _timeout_us(request: Any) -> int:
+    if "timeout" not in request.parameters:
+        return 0
+    timeout = request.parameters["timeout"]
+    if timeout.WhichOneof("parameter_choice") != "int64_param":
+        raise InvalidRequestError("parameters.timeout: an int64_param of microseconds is needed.")
+    return max(int(timeout.int64_param), 0)
 
 
 def _write(request: InferRequest, outputs: Sequence[Tensor]) -> list[_Bytes]:

@@ -250,6 +250,20 @@ async def test_the_clients_deadline_ends_it() -> None:
         await served.until_idle()
 
 
+async def test_the_parameter_timeout_ends_it_too() -> None:
+    upstream = FakeUpstream(lambda _: say_and_hang("a"))
+    async with over_grpc(upstream) as (served, stub, _):
+        limited = question()
+        limited.parameters["timeout"].int64_param = 100_000
+        assert (await refusal(stub.ModelInfer(limited)))[0] is CODE.DEADLINE_EXCEEDED
+        for other in ({"uint64_param": 100_000}, {"string_param": "1"}, {"double_param": 0.1}, {}):
+            wrong = question()
+            wrong.parameters["timeout"].CopyFrom(service_pb2.InferParameter(**other))
+            code, message = await refusal(stub.ModelInfer(wrong, timeout=20))
+            assert (code, "parameters.timeout" in message) == (CODE.INVALID_ARGUMENT, True)
+        await served.until_idle()
+
+
 async def test_a_message_over_the_limit_is_refused() -> None:
     async with over_grpc(FakeUpstream(echo), max_body_bytes=10_000) as (_, stub, _):
         assert (await refusal(stub.ModelInfer(question(prompt="x" * 10_000))))[0] is CODE.RESOURCE_EXHAUSTED
