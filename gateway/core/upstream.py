@@ -149,6 +149,18 @@ class Upstream(Protocol):
         """
         ...
 
+    async def met(self, model_id: str, deadline: float) -> None:
+        """Wait until a Triton has told what a model is, for as long as requests wait for a Triton.
+
+        Args:
+            model_id: its public name or an alias.
+            deadline: as for `reached`.
+
+        Raises:
+            GatewayError: as for `model`.
+        """
+        ...
+
     def models(self) -> list[ModelCard]:
         """Return the models that are meant to be served, ready or not, in a stable order."""
         ...

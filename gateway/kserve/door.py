@@ -53,6 +53,9 @@ from wire.meta import Segment
 TOP_P: Final = 0.8
 """The default of the original `chat`; legacy clients have never been able to change it."""
 
+_LOOK_EVERY_S: Final = 0.25
+"""How often a request that waits for its model looks whether it is over: its client may have left."""
+
 _EXTENSIONS: Final = [
     "binary_tensor_data",
     "model_configuration",
@@ -60,6 +63,18 @@ _EXTENSIONS: Final = [
     "parameters",
     "statistics",
 ]
+
+_DURATIONS: Final = (
+    "success",
+    "fail",
+    "queue",
+    "compute_input",
+    "compute_infer",
+    "compute_output",
+    "cache_hit",
+    "cache_miss",
+)
+"""What statistics count, all of which clients look up; some of it never happens here."""
 
 
 class _Answer:
@@ -199,11 +214,16 @@ class Door:
         Raises:
             GatewayError: any question could not be answered; of several, the message names the row.
         """
-        found = self._find(request.model, request.version, record.key_name)
-        record.model = found.card.id
         if request.timeout_us:
             limit = asyncio.get_running_loop().time() + request.timeout_us / 1e6
             record.deadline = min(record.deadline, limit)
+        running = RunningRequest(self.gateway, record)
+        await running.reached(receive)
+        found = self._find(request.model, request.version, record.key_name)
+        record.model = found.card.id
+        if not (found.tokenizer or _is_known(found.card)):
+            await self._meet(found.card, record, running, receive)
+            found = self._find(request.model, request.version, record.key_name)
         infer = self._infer
         if found.tokenizer:
             infer = self._tokenize
@@ -211,16 +231,34 @@ class Door:
             infer = self._logits
         began, rows = time.perf_counter(), 0
         try:
-            outputs, rows = await infer(found.card, request, record, receive)
+            outputs, rows = await infer(found.card, request, record, running, receive)
         finally:
             self._count(found.name, rows, time.perf_counter() - began, record.queued_s or 0.0)
         return outputs
+
+    async def _meet(
+        self, card: ModelCard, record: RequestRecord, running: RunningRequest, receive: Receive
+    ) -> None:
+        """Wait, as all requests do, for a Triton that tells what the model is; `running` may end that."""
+        began = time.perf_counter()
+        meeting = asyncio.create_task(self.gateway.upstream.met(card.id, record.deadline))
+        try:
+            while not meeting.done():
+                await asyncio.wait({meeting}, timeout=_LOOK_EVERY_S)
+                await running.reached(receive)
+            await meeting
+        finally:
+            meeting.cancel()
+            record.waited_s += time.perf_counter() - began
 
     def _count(self, model: str, rows: int, seconds: float, queued_s: float) -> None:
         """Count a request that took `seconds`; it has failed if it has no `rows`."""
         statistics = self._statistics_of(model)
         counts = statistics["inference_stats"]
-        for name, duration_s in {"success" if rows else "fail": seconds, "queue": queued_s}.items():
+        durations_s = {"success" if rows else "fail": seconds, "queue": queued_s}
+        if rows:
+            durations_s["compute_infer"] = seconds - queued_s
+        for name, duration_s in durations_s.items():
             counts[name]["count"] += 1
             counts[name]["ns"] += int(duration_s * 1e9)
         if rows:
@@ -229,16 +267,21 @@ class Door:
             statistics["execution_count"] += 1
 
     def _statistics_of(self, model: str) -> dict[str, Any]:
-        counts = {name: {"count": 0, "ns": 0} for name in ("success", "fail", "queue")}
-        new = {"name": model, "version": VERSION, "last_inference": 0, "inference_count": 0}
-        return self._statistics.setdefault(model, {**new, "execution_count": 0, "inference_stats": counts})
+        counts = {name: {"count": 0, "ns": 0} for name in _DURATIONS}
+        new: dict[str, Any] = {"name": model, "version": VERSION, "last_inference": 0, "inference_count": 0}
+        new |= {"execution_count": 0, "inference_stats": counts, "batch_stats": []}
+        return self._statistics.setdefault(model, new)
 
     async def _infer(
-        self, card: ModelCard, request: InferRequest, record: RequestRecord, receive: Receive
+        self,
+        card: ModelCard,
+        request: InferRequest,
+        record: RequestRecord,
+        running: RunningRequest,
+        receive: Receive,
     ) -> tuple[list[Tensor], int]:
         contract, chat_format = self._contract(card), card.chat_format or ""
         questions, batch_dimension = read_questions(contract, request, chat_format)
-        running = RunningRequest(self.gateway, record)
         await running.start(_generations(card, questions, record), receive)
         answers = [_Answer() for _ in questions]
         async for event in running:
@@ -254,7 +297,12 @@ class Door:
         return outputs, len(questions)
 
     async def _logits(
-        self, card: ModelCard, request: InferRequest, record: RequestRecord, receive: Receive
+        self,
+        card: ModelCard,
+        request: InferRequest,
+        record: RequestRecord,
+        running: RunningRequest,
+        receive: Receive,
     ) -> tuple[list[Tensor], int]:
         if card.vocabulary is None:
             raise (
@@ -275,7 +323,6 @@ class Door:
             )
             for row, ids in enumerate(prompts.ids)
         ]
-        running = RunningRequest(self.gateway, record)
         await running.start(generations, receive, logits_bytes=prompts.nbytes)
         logits = LogitsTensor(prompts)
         async for event in running:
@@ -285,7 +332,12 @@ class Door:
         return [logits.tensor()], len(prompts.ids)
 
     async def _tokenize(
-        self, card: ModelCard, request: InferRequest, record: RequestRecord, receive: Receive
+        self,
+        card: ModelCard,
+        request: InferRequest,
+        record: RequestRecord,
+        running: RunningRequest,
+        receive: Receive,
     ) -> tuple[list[Tensor], int]:
         texts = read_texts(request)
 
@@ -302,7 +354,6 @@ class Door:
                 for text in texts
             ]
 
-        running = RunningRequest(self.gateway, record)
         rows = await running.call(tokenize, receive, admission=self.gateway.tokenizing)
         return padded(request, [row.ids for row in rows], rows[0].pad or 0), len(texts)
 
@@ -345,9 +396,16 @@ class Door:
         return SIGNATURES[contract]
 
     def _contract(self, card: ModelCard) -> Contract:
-        if not (card.ready or card.chat_format or card.settings.contract):
+        if not (card.settings.contract or _is_known(card)):
             raise _not_reached(card)
         return card.settings.contract or contract_of(card.chat_format)
+
+
+def _is_known(card: ModelCard) -> bool:
+    """Whether what clients send to a model can be read: a Triton has told what it is, or the settings."""
+    if card.settings.contract is Contract.LOGITS:
+        return card.ready or card.vocabulary is not None
+    return bool(card.ready or card.chat_format or card.settings.contract)
 
 
 def _not_reached(card: ModelCard) -> UnavailableError:

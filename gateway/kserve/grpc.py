@@ -1,4 +1,4 @@
-"""The KServe protocol over gRPC: `inference.GRPCInferenceService`, as Triton serves it.
+"""The KServe protocol over gRPC: `inference.GRPCInferenceService`, as Triton serves it, and health beside it.
 
 Each call, and each request of a stream, has a record of its own: key, limits, metrics, trace and log line are
 those of HTTP requests. Methods that the gateway does not offer are refused by name. Tensors are read into
@@ -37,6 +37,11 @@ from gateway.settings.values import Scope
 
 _SERVICE: Final = "inference.GRPCInferenceService"
 _METHODS: Final = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+_HEALTH: Final = "grpc.health.v1.Health"
+"""What Kubernetes asks: https://github.com/grpc/grpc/blob/master/doc/health-checking.md."""
+_SERVING: Final = b"\x08\x01"
+_NOT_SERVING: Final = b"\x08\x02"
+"""A HealthCheckResponse, as `_SERVING`."""
 _AHEAD: Final = 64
 """Requests of one stream that are served at once."""
 _LONGEST_MESSAGE: Final = 1000
@@ -81,6 +86,8 @@ class _Refusal(NamedTuple):
 
     code: grpc.StatusCode
     message: str
+    id: str = ""
+    """The request's, where it is one of a stream."""
 
 
 class _Answer(NamedTuple):
@@ -139,7 +146,13 @@ class GrpcServer:
             ),
         )
         handlers = {name: self._handler(name) for name in _METHODS}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        check = grpc.stream_unary_rpc_method_handler(self._check)
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(_SERVICE, handlers),
+                grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),
+            )
+        )
         try:
             if self._certificate is None:
                 self._server.add_insecure_port(address)
@@ -164,11 +177,21 @@ class GrpcServer:
             context.add_done_callback(lambda _: _release(unsent))
             answer = await self._serve(name, partial(self._message, context), context, unsent)
             if isinstance(answer, _Refusal):
-                await context.abort(*answer)
+                await context.abort(answer.code, answer.message)
             return await _joined(answer.parts)
 
         # As a stream of one request, whose message comes only when it is asked for.
         return grpc.stream_unary_rpc_method_handler(unary)
+
+    async def _check(self, _: AsyncIterator[bytes], context: Any) -> bytes:
+        """Tell a probe whether requests will be served, whichever service it names: Triton does so, too."""
+        headers, route = _metadata_of(context), f"/{_HEALTH}/Check"
+        async with self._records.opened(
+            method="GRPC", headers=headers, route=lambda: route, probe=True
+        ) as record:
+            await self._records.admit(record)
+            record.status = HTTPStatus.OK
+            return _SERVING if self._door.ready() else _NOT_SERVING
 
     async def _message(self, context: Any) -> bytes:
         """Receive the only message of a call."""
@@ -185,24 +208,30 @@ class GrpcServer:
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Serve each request of a stream, several at once; the answers come in the requests' order.
 
-        An error is part of the answers, unless the metadata ask for the status of the first one to end the
-        stream. Each request has one answer, which is marked as its final one, so no empty final response
-        follows, whether the client requested one or not.
+        An error is part of the answers, with its request's id, unless the metadata ask for the status of the
+        first one to end the stream. Each request has one answer, which is marked as its final one, so no
+        empty final response follows, whether the client requested one or not.
         """
         metadata = _metadata_of(context)
         try:
             self._authorize("ModelStreamInfer", metadata)
         except GatewayError:  # as there, where it has a record
-            await context.abort(*await self._serve("ModelStreamInfer", partial(_there, b""), context, set()))
+            refusal = await self._serve("ModelStreamInfer", partial(_there, b""), context, set())
+            await context.abort(refusal.code, refusal.message)
         ends = metadata.get("triton_grpc_error") == "true"
         answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
         running: set[asyncio.Task[Any]] = set()
         unsent: set[ExitStack] = set()
 
+        async def serve(data: bytes) -> Any:
+            answer = await self._serve("ModelStreamInfer", partial(_there, data), context, unsent)
+            if isinstance(answer, _Refusal):
+                answer = answer._replace(id=await self._gateway.bodies.read(data, partial(_id_of, data)))
+            return answer
+
         async def read() -> None:
             async for data in requests:
-                serving = self._serve("ModelStreamInfer", partial(_there, data), context, unsent)
-                task = asyncio.create_task(serving)
+                task = asyncio.create_task(serve(data))
                 running.add(task)
                 task.add_done_callback(running.discard)
                 await answers.put(task)
@@ -214,8 +243,9 @@ class GrpcServer:
                 answer = await task
                 if isinstance(answer, _Refusal):
                     if ends:
-                        await context.abort(*answer)
+                        await context.abort(answer.code, answer.message)
                     message = service_pb2.ModelStreamInferResponse(error_message=answer.message)
+                    message.infer_response.id = answer.id
                     yield message.SerializeToString()
                 else:
                     yield await _joined(_field(_INFER_RESPONSE, *answer.parts, _FINAL))
@@ -329,6 +359,14 @@ async def _connected() -> Mapping[str, str]:
     raise AssertionError
 
 
+def _id_of(data: bytes) -> str:
+    """Return the id of a request for inference; of what is no message, an empty one."""
+    try:
+        return str(service_pb2.ModelInferRequest.FromString(data).id)
+    except DecodeError:
+        return ""
+
+
 def _read(request: Any) -> InferRequest:
     """Read a ModelInferRequest.
 
@@ -354,15 +392,23 @@ def _read(request: Any) -> InferRequest:
         if raw:
             elements, at = raw[number], "contents"
         inputs.append(Tensor.read(tensor.name, tensor.datatype, tensor.shape, elements, path=path, at=at))
-    timeout = request.parameters["timeout"].int64_param if "timeout" in request.parameters else 0
     return InferRequest(
         model=request.model_name,
         version=request.model_version,
         id=request.id,
         inputs=inputs,
         outputs=[output.name for output in request.outputs],
-        timeout_us=max(timeout, 0),
+        timeout_us=_timeout_us(request),
     )
+
+
+def _timeout_us(request: Any) -> int:
+    if "timeout" not in request.parameters:
+        return 0
+    timeout = request.parameters["timeout"]
+    if timeout.WhichOneof("parameter_choice") != "int64_param":
+        raise InvalidRequestError("parameters.timeout: an int64_param of microseconds is needed.")
+    return max(int(timeout.int64_param), 0)
 
 
 def _write(request: InferRequest, outputs: Sequence[Tensor]) -> list[_Bytes]:

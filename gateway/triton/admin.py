@@ -11,7 +11,7 @@ import contextlib
 import enum
 import logging
 import re
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from typing import Any
 
 from gateway.core.upstream import EntriesChanged
@@ -90,10 +90,10 @@ class ModelControl:
             GatewayError: the error of the first Triton that failed; the others may have been changed.
         """
         with self._exclusive(model):
-            backends = await self._having(model, upstream)
-            if reload:
-                return [await self._load_on(model, backend, reload=True) for backend in backends]
-            return await _all(self._load_on(model, backend, reload=False) for backend in backends)
+            async with self._having(model, upstream) as backends:
+                if reload:
+                    return [await self._load_on(model, backend, reload=True) for backend in backends]
+                return await _all(self._load_on(model, backend, reload=False) for backend in backends)
 
     async def unload(
         self, model: str, *, upstream: str | None, reason: UnloadReason = UnloadReason.ADMIN
@@ -109,8 +109,8 @@ class ModelControl:
             GatewayError: as for `load`.
         """
         with self._exclusive(model):
-            backends = await self._having(model, upstream)
-            return await _all(self._unload_on(model, backend, reason) for backend in backends)
+            async with self._having(model, upstream) as backends:
+                return await _all(self._unload_on(model, backend, reason) for backend in backends)
 
     @contextlib.contextmanager
     def _exclusive(self, model: str) -> Iterator[None]:
@@ -122,8 +122,13 @@ class ModelControl:
         finally:
             self._changing.discard(model)
 
-    async def _having(self, model: str, upstream: str | None) -> list[Backend]:
-        """Return the requested Tritons that have the model on disk."""
+    @contextlib.asynccontextmanager
+    async def _having(self, model: str, upstream: str | None) -> AsyncIterator[list[Backend]]:
+        """Yield the requested Tritons that have the model on disk.
+
+        Raises:
+            GatewayError: there is none; or, behind the block, one could not be asked, so it is as it was.
+        """
         present = self._backends.present()
         if not present:
             raise unable([]).to_gateway()
@@ -131,16 +136,21 @@ class ModelControl:
         if not requested:
             known = ", ".join(backend.address for backend in present)
             raise InvalidRequestError(f"There is no upstream {upstream!r}, only {known}.", param="upstream")
-        found, unknown = [], None
+        found: list[Backend] = []
+        unknown: GatewayError | None = None
         for backend in requested:
             try:
-                if model in await backend.client.repository():
-                    found.append(backend)
-            except TritonError as error:
-                unknown = error.to_gateway()
+                with _as_gateway_errors(backend):
+                    if model in await backend.client.repository():
+                        found.append(backend)
+            except GatewayError as error:
+                unknown = unknown or error
+        if not (found or unknown):
+            raise ModelNotFoundError(f"No Triton has a model {model!r}.")
         if found:
-            return found
-        raise unknown or ModelNotFoundError(f"No Triton has a model {model!r}.")
+            yield found
+        if unknown is not None:
+            raise unknown
 
     async def _load_on(self, model: str, backend: Backend, *, reload: bool) -> EntriesChanged:
         replica, client = backend.replicas.get(model), backend.client

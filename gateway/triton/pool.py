@@ -92,6 +92,12 @@ class TritonUpstream:
         while not (self._knows_models() or self._closed) and clock() < until:  # noqa: ASYNC110 - no event
             await asyncio.sleep(_PAUSE_S)
 
+    async def met(self, model_id: str, deadline: float) -> None:
+        """Wait for what a model's Triton tells of it: see `gateway.core.upstream.Upstream.met`."""
+        with self._in_use():
+            async for _ in self._absence(model_id, deadline):
+                pass
+
     def models(self) -> list[ModelCard]:
         """Return the models to be served, as configured or, by name, as discovered."""
         models = self._backends.models()
@@ -211,11 +217,7 @@ class TritonUpstream:
             GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
         request, clock = attempts.request, asyncio.get_running_loop().time
-        if self._on_demand is None:
-            await self._look(request.model, min(clock() + _LOOK_WITHIN_S, request.deadline - LEFT_S))
-        until = self._waits_until(request.deadline)
-        while self._is_absent(request.model) and clock() < until:
-            await asyncio.sleep(_PAUSE_S)
+        async for _ in self._absence(request.model, request.deadline):
             yield
         if self._on_demand is not None:
             async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
@@ -229,6 +231,20 @@ class TritonUpstream:
             unloaded = replicas and all(each.state is ReplicaState.UNLOADED for each in replicas)
             if unloaded or clock() >= request.deadline:
                 raise (attempts.failure or unable(replicas)).to_gateway(request)
+            await asyncio.sleep(_PAUSE_S)
+            yield
+
+    async def _absence(self, model_id: str, deadline: float) -> AsyncGenerator[None, None]:
+        """Yield now and then while a request waits for a Triton that has the model.
+
+        Raises:
+            GatewayError: the model is not to be served.
+        """
+        clock = asyncio.get_running_loop().time
+        if self._on_demand is None:
+            await self._look(model_id, min(clock() + _LOOK_WITHIN_S, deadline - LEFT_S))
+        until = self._waits_until(deadline)
+        while self._is_absent(model_id) and clock() < until:
             await asyncio.sleep(_PAUSE_S)
             yield
 

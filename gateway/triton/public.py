@@ -133,6 +133,11 @@ class PublicModels:
         for pool in tuple(self._pools.values()):
             await pool.reached(deadline)
 
+    async def met(self, model_id: str, deadline: float) -> None:
+        """See `gateway.core.upstream.Upstream.met`."""
+        served = self._find(model_id)
+        await served.pool.met(served.settings.entry, deadline)
+
     def models(self) -> list[ModelCard]:
         """See `gateway.core.upstream.Upstream.models`."""
         if self._served:

@@ -118,6 +118,11 @@ class FakeUpstream:
         """The gateway's, for what they say of models."""
         self.ready = True
         self.started = self.closed = False
+        self.meeting = asyncio.Event()
+        """Unset: whoever waits until a Triton has told what a model is goes on waiting."""
+        self.awaited: list[str] = []
+        """The models that are waited for so."""
+        self.meeting.set()
         self.requests: list[Generation] = []
         self.tokenizing: Tokenize = by_code_point
         self.tokenizations: list[Tokenization] = []
@@ -164,6 +169,13 @@ class FakeUpstream:
 
     async def reached(self, deadline: float) -> None:
         pass
+
+    async def met(self, model_id: str, deadline: float) -> None:
+        self.awaited.append(model_id)
+        try:
+            await self.meeting.wait()
+        finally:
+            self.awaited.remove(model_id)
 
     def models(self) -> list[ModelCard]:
         return [

@@ -133,6 +133,27 @@ async def test_methods_that_are_not_offered_are_refused_by_name() -> None:
             assert (code, name in message) == (CODE.UNIMPLEMENTED, True)
 
 
+async def test_probes_of_kubernetes_are_answered_as_by_triton() -> None:
+    upstream = FakeUpstream()
+    async with (
+        over_grpc(upstream, api_keys=[{"name": "user", "key": "k"}]) as (served, _, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        serving, not_serving = b"\x08\x01", b"\x08\x02"
+        for request in (b"", b"\x0a\x07service"):
+            assert await check(request) == serving
+        upstream.ready = False
+        assert await check(b"") == not_serving
+        upstream.ready = True
+        served.gateway.drain.begin()
+        assert await check(b"") == not_serving
+        route = "/grpc.health.v1.Health/Check"
+        assert served.metric("requests_total", route=route, model="unknown", status="200") == 4
+        watch = channel.unary_unary("/grpc.health.v1.Health/Watch")
+        assert (await refusal(watch(b"")))[0] is CODE.UNIMPLEMENTED
+
+
 async def test_keys_are_metadata() -> None:
     keys = [{"name": "user", "key": "k"}, {"name": "boss", "key": "a", "scopes": ["admin"]}]
     async with over_grpc(FakeUpstream(echo), api_keys=keys) as (served, stub, _):
@@ -229,6 +250,20 @@ async def test_the_clients_deadline_ends_it() -> None:
         await served.until_idle()
 
 
+async def test_the_parameter_timeout_ends_it_too() -> None:
+    upstream = FakeUpstream(lambda _: say_and_hang("a"))
+    async with over_grpc(upstream) as (served, stub, _):
+        limited = question()
+        limited.parameters["timeout"].int64_param = 100_000
+        assert (await refusal(stub.ModelInfer(limited)))[0] is CODE.DEADLINE_EXCEEDED
+        for other in ({"uint64_param": 100_000}, {"string_param": "1"}, {"double_param": 0.1}, {}):
+            wrong = question()
+            wrong.parameters["timeout"].CopyFrom(service_pb2.InferParameter(**other))
+            code, message = await refusal(stub.ModelInfer(wrong, timeout=20))
+            assert (code, "parameters.timeout" in message) == (CODE.INVALID_ARGUMENT, True)
+        await served.until_idle()
+
+
 async def test_a_message_over_the_limit_is_refused() -> None:
     async with over_grpc(FakeUpstream(echo), max_body_bytes=10_000) as (_, stub, _):
         assert (await refusal(stub.ModelInfer(question(prompt="x" * 10_000))))[0] is CODE.RESOURCE_EXHAUSTED
@@ -305,6 +340,19 @@ async def test_each_request_of_a_stream_has_one_final_response_in_order() -> Non
         assert b"re slow" in answers[0].infer_response.raw_output_contents[0]
         assert b"re fast" in answers[2].infer_response.raw_output_contents[0]
         await served.until_idle()
+
+
+async def test_an_error_within_a_stream_names_its_request() -> None:
+    unknown, wrong, none = question("other"), question(temperature="x"), question(max_token=None)
+    unknown.id, wrong.id, none.id = "first", "second", ""
+    async with over_grpc(FakeUpstream(echo)) as (_, stub, address):
+        answers = [each async for each in stub.ModelStreamInfer(streamed(unknown, wrong, none))]
+        assert all(each.error_message for each in answers)
+        assert [each.infer_response.id for each in answers] == ["first", "second", ""]
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.stream_stream(ROUTE + "ModelStreamInfer")(streamed(b"\xff\xff\xff"))
+            answer = service_pb2.ModelStreamInferResponse.FromString(await call.read())
+            assert "not the message" in answer.error_message
 
 
 async def test_a_stream_may_ask_for_real_statuses() -> None:

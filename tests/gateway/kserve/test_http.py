@@ -165,6 +165,23 @@ async def test_a_model_that_was_never_reached_has_no_contract_yet() -> None:
         assert (await served.http.get("/v2/models/glm")).json()["inputs"][0]["shape"] == [1]
 
 
+@pytest.mark.parametrize("contract", [[], ["logits"]])
+async def test_who_waits_for_a_model_to_be_reached_may_leave(contract: list[str]) -> None:
+    upstream = FakeUpstream(echo)
+    upstream.chat_format, upstream.vocabulary, upstream.ready = None, None, False
+    upstream.meeting.clear()
+    async with on_socket(upstream, contract=contract) as served:
+        asking = asyncio.create_task(served.http.post(INFER, json=body()))
+        await until(lambda: upstream.awaited == ["glm"])
+        assert not asking.done()
+        asking.cancel()
+        await asyncio.wait([asking])
+        await until(lambda: served.metric("requests_total", route=ROUTE, model="glm", status="499") == 1)
+        assert not upstream.awaited
+        await served.until_idle()
+    assert not upstream.requests
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -265,6 +282,13 @@ async def test_statistics_tell_of_what_came_through() -> None:
         assert (found["inference_count"], found["execution_count"]) == (1, 1)
         assert found["inference_stats"]["success"]["count"] == found["inference_stats"]["fail"]["count"] == 1
         assert found["inference_stats"]["success"]["ns"] > 0
+        assert found["inference_stats"]["compute_infer"]["count"] == 1
+        assert (
+            0 < found["inference_stats"]["compute_infer"]["ns"] <= found["inference_stats"]["success"]["ns"]
+        )
+        for name in ("compute_input", "compute_output", "cache_hit", "cache_miss"):
+            assert found["inference_stats"][name] == {"count": 0, "ns": 0}
+        assert found["batch_stats"] == []
         assert len((await served.http.get("/v2/models/stats")).json()["model_stats"]) == 2
 
 

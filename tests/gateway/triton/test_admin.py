@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -264,6 +265,23 @@ async def test_many_tritons(tritons: Any, serve: Any) -> None:
     with pytest.raises(InvalidRequestError) as raised:
         await load(pool, upstream="elsewhere:1")
     assert raised.value.param == "upstream"
+
+
+@pytest.mark.parametrize("change", [load, unload, partial(load, reload=True)])
+async def test_a_triton_that_cannot_be_asked_is_told_once_the_others_have_changed(
+    tritons: Any, serve: Any, change: Any
+) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(second, first)
+    if change is load:
+        await unload(pool)
+        first.orders.clear()
+    await second.stop()
+    await until(lambda: pool.replicas()[0].state is ReplicaState.UNREACHABLE)
+    with pytest.raises(UnavailableError, match=f"^{second.address}: .*reached"):
+        await change(pool)
+    assert first.orders
+    await change(pool, upstream=first.address)  # who knows of it leaves it out
 
 
 async def test_a_reload_takes_one_triton_after_the_other_and_stops_at_a_failure(

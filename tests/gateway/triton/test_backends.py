@@ -13,6 +13,7 @@ from gateway.errors import ModelNotFoundError, UnavailableError
 from gateway.settings import Settings
 from gateway.triton import backends
 from gateway.triton.replicas import ReplicaState
+from tests.gateway.kserve.legacy import body
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver, addresses, ask, health, ready_on
 from tests.gateway.triton.fake_triton import (
     FakeModel,
@@ -25,6 +26,7 @@ from tests.gateway.triton.fake_triton import (
     reply,
     until,
 )
+from wire.meta import Meta
 
 
 async def test_each_address_is_a_replica_and_new_ones_are_taken_in(
@@ -273,6 +275,46 @@ async def test_they_wait_whether_models_are_named_or_found(
         assert asking.done() == bool(models and status == 404)
         resolver.records["triton"] = [triton.address]
         assert (await asking).status_code == status
+
+
+@pytest.mark.parametrize("models", [{}, {"m": {"entry": "m"}}])
+async def test_so_do_those_of_kserves_protocol(
+    triton: FakeTriton, resolver: FakeResolver, models: Any
+) -> None:
+    settings = Settings.model_validate({"upstreams": [NAME], "models": models, "upstream_wait_s": 60.0})
+    app = create_app(settings, triton_upstream(settings, resolve=resolver))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+    ):
+        asking = asyncio.create_task(http.post("/v2/models/m/infer", json=body()))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        resolver.records["triton"] = [triton.address]
+        assert (await asking).status_code == 200
+        assert (await http.post("/v2/models/other/infer", json=body())).status_code == 404
+
+
+@pytest.mark.parametrize("models", [{}, {"m": {"entry": "m"}}])
+async def test_kserves_wait_until_a_triton_that_was_found_was_asked(triton: FakeTriton, models: Any) -> None:
+    asked = asyncio.Event()
+
+    async def probe(_request: Any, _context: Any) -> AsyncIterator[Any]:
+        await asked.wait()
+        yield reply(meta=Meta(probe=triton.model.report), final=True)
+
+    triton.model.probe = probe
+    settings = Settings.model_validate({"upstreams": [triton.address], "models": models})
+    app = create_app(settings)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+    ):
+        await until(lambda: triton.model.probes > 0)
+        asking = asyncio.create_task(http.post("/v2/models/m/infer", json=body()))
+        await asyncio.sleep(0.2)
+        asked.set()
+        assert (await asking).status_code == 200
 
 
 @pytest.mark.parametrize(("wait_s", "left_s"), [(0.1, 60.0), (60.0, 0.6), (0.0, 60.0)])
