@@ -16,7 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from triton_models.directory import ConfigNumbers, find_shards, read_json
 from triton_models.engine.capacity import GIB, total_bytes
-from triton_models.engine.models.transformers_model import ATTENTION, TransformersModel, look, nbytes
+from triton_models.engine.models.transformers_model import (
+    ATTENTION,
+    TransformersModel,
+    check_class,
+    look,
+    nbytes,
+)
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError, faults_name_the_file
 
 _UNREADABLE = "transformers cannot read it"
@@ -42,6 +48,7 @@ def load_transformers(
     config = _read_config(path)
     made = {"dtype": dtype, "attn_implementation": ATTENTION}
     model_class: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    check_class(model_class)
     with torch.device("meta"), faults_name_the_file(path, _UNREADABLE):
         shape = model_class._from_config(config, **made).eval()  # noqa: SLF001 - its only name
     _check_size(path, shape, device)

@@ -160,9 +160,11 @@ class ChatTemplate:
                 **conversation.switches,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            apart = _one_by_one(conversation.messages)
-            if len(apart) > len(conversation.messages):  # some take one call at a time, as Llama 3's
-                return self.render(replace(conversation, messages=apart), answer_next=answer_next)
+            # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's.
+            for rearrange in (_system_first, _one_by_one):
+                rearranged = rearrange(conversation.messages)
+                if len(rearranged) != len(conversation.messages):
+                    return self.render(replace(conversation, messages=rearranged), answer_next=answer_next)
             raise InvalidRequestError(
                 f"the model's chat template does not take this conversation: {error}", param="messages"
             ) from None
@@ -284,6 +286,16 @@ def _arguments(text: str) -> Any:
     """Return arguments as an object, if they are one."""
     arguments = read_json(text)
     return _Unread(text) if arguments is None else _Arguments(text, arguments)
+
+
+def _system_first(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation whose system messages are one, the first, as in our own formats."""
+    system = [message for message in messages if message.role == "system"]
+    if len(system) < 2:  # noqa: PLR2004 - one has nothing to be joined with
+        return tuple(messages)
+    content = "\n\n".join(message.content for message in system if message.content)
+    others = (message for message in messages if message.role != "system")
+    return replace(system[0], content=content), *others
 
 
 def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -146,6 +146,14 @@ class RunningRequest(AsyncIterator[Event]):
             raise self._error
         await self._race(self._gateway.upstream.reached(self._record.deadline))
 
+    async def met(self, model_id: str) -> None:
+        """Wait, after `reached`, until a Triton has told what a model is.
+
+        Raises:
+            GatewayError: as for `reached`, or the model is not served.
+        """
+        await self._race(self._gateway.upstream.met(model_id, self._record.deadline))
+
     async def start(
         self,
         generations: Sequence[Generation],

@@ -53,9 +53,6 @@ from wire.meta import Segment
 TOP_P: Final = 0.8
 """The default of the original `chat`; legacy clients have never been able to change it."""
 
-_LOOK_EVERY_S: Final = 0.25
-"""How often a request that waits for its model looks whether it is over: its client may have left."""
-
 _EXTENSIONS: Final = [
     "binary_tensor_data",
     "model_configuration",
@@ -222,7 +219,7 @@ class Door:
         found = self._find(request.model, request.version, record.key_name)
         record.model = found.card.id
         if not (found.tokenizer or _is_known(found.card)):
-            await self._meet(found.card, record, running, receive)
+            await running.met(found.card.id)
             found = self._find(request.model, request.version, record.key_name)
         infer = self._infer
         if found.tokenizer:
@@ -235,21 +232,6 @@ class Door:
         finally:
             self._count(found.name, rows, time.perf_counter() - began, record.queued_s or 0.0)
         return outputs
-
-    async def _meet(
-        self, card: ModelCard, record: RequestRecord, running: RunningRequest, receive: Receive
-    ) -> None:
-        """Wait, as all requests do, for a Triton that tells what the model is; `running` may end that."""
-        began = time.perf_counter()
-        meeting = asyncio.create_task(self.gateway.upstream.met(card.id, record.deadline))
-        try:
-            while not meeting.done():
-                await asyncio.wait({meeting}, timeout=_LOOK_EVERY_S)
-                await running.reached(receive)
-            await meeting
-        finally:
-            meeting.cancel()
-            record.waited_s += time.perf_counter() - began
 
     def _count(self, model: str, rows: int, seconds: float, queued_s: float) -> None:
         """Count a request that took `seconds`; it has failed if it has no `rows`."""

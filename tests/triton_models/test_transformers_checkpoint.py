@@ -35,6 +35,7 @@ def configure(directory: Path, **changes: Any) -> None:
         ("bert", {"is_decoder": False}, "BertLMHeadModel: its attention is not causal"),
         ("bloom", {}, "BloomForCausalLM: transformers offers no way to give it another attention"),
         ("bart", {"d_model": 64}, "BartForCausalLM: transformers offers no way"),
+        ("gpt_neo", {"attention_types": [[["global"], 3]]}, "GPTNeoForCausalLM: transformers offers no way"),
         ("gemma2", {}, "Gemma2ForCausalLM: attention with softcap is not supported"),
         ("gpt_oss", {"num_local_experts": 4}, "GptOssForCausalLM: attention with s_aux is not supported"),
         (

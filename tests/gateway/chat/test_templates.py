@@ -344,3 +344,18 @@ def test_a_template_without_images_refuses_them() -> None:
     template = ChatTemplate({"default": "{% for message in messages %}{{ message.content }}{% endfor %}"}, {})
     with pytest.raises(InvalidRequestError, match="no images"):
         template.render(LOOKING)
+
+
+def test_a_template_that_takes_the_system_first_alone_gets_all_that_it_says_there() -> None:
+    """Claude Code sends a system message behind the first question, which Qwen3.5's template refused."""
+    strict = ChatTemplate(
+        {
+            "default": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+            "[{{ m.role }}]{{ m.content }}{% endfor %}"
+        },
+        {},
+    )
+    said = (("system", "a"), ("user", "b"), ("system", "c"))
+    talk = Conversation(tuple(Message(role=role, content=text) for role, text in said))
+    assert strict.render(talk) == "[system]a\n\nc[user]b"

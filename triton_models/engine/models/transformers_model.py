@@ -140,6 +140,21 @@ class TransformersModel:
             )
 
 
+def check_class(causal: type[PreTrainedModel]) -> None:
+    """Hold that a class of causal LMs takes `ATTENTION`; some of those that do not cannot be made with it.
+
+    Raises:
+        UnsupportedArchitectureError: it does not; the message says why.
+    """
+    why = None
+    if causal._is_stateful:  # noqa: SLF001 - its only name
+        why = "it keeps a state of its own (linear attention, Mamba or the like) beside keys and values"
+    elif not causal._supports_attention_backend:  # noqa: SLF001 - its only name
+        why = "transformers offers no way to give it another attention"
+    if why is not None:
+        raise UnsupportedArchitectureError(f"{causal.__name__}: {why}")
+
+
 def look(causal: PreTrainedModel) -> Found:
     """Return what the layers of a causal LM, on any device and with `ATTENTION`, ask of attention.
 
@@ -151,10 +166,6 @@ def look(causal: PreTrainedModel) -> Found:
     def refuse(what: str) -> NoReturn:
         raise UnsupportedArchitectureError(f"{name}: {what}")
 
-    if causal._is_stateful:  # noqa: SLF001 - its only name
-        refuse("it keeps a state of its own (linear attention, Mamba or the like) beside keys and values")
-    if not causal._supports_attention_backend:  # noqa: SLF001 - its only name
-        refuse("transformers offers no way to give it another attention")
     if causal.base_model is causal or causal.get_output_embeddings() is None:
         refuse("it is no base model with an output head")
     looker = _Looker(refuse)
