@@ -392,20 +392,17 @@ class CpuOperations(HostOperations):
 def choose(logits: Tensor, inputs: SamplerInputs) -> Tensor:
     """Choose tokens by compiled code; a `Chooser`."""
     logits = logits.contiguous()
-    rows, vocabulary = logits.shape
+    (rows, vocabulary), threads = logits.shape, torch.get_num_threads()
     status = torch.empty((3, rows), dtype=torch.int64)
     temperatures = inputs.temperatures.where(inputs.temperatures >= GREEDY_BELOW, 0)
     keys = row_keys(inputs.seeds.numpy(), inputs.counters.numpy())
     rules = _Rules(temperatures.data_ptr(), keys.ctypes.data)
     if inputs.truncated:
         limits = [each.contiguous() for each in (inputs.top_k, inputs.top_p, inputs.min_p)]
-        # Only rows with limits write here, and of it only as much as they have tokens to choose from.
-        scratch = torch.empty(rows * 3 * (vocabulary + _LANES), dtype=torch.int32)
+        scratch = torch.empty((threads, 3, vocabulary + _LANES), dtype=torch.int32)
         rules.top_k, rules.top_p, rules.min_p = (each.data_ptr() for each in limits)
         rules.scratch = scratch.data_ptr()
-    compiled().choose(
-        logits.data_ptr(), rows, vocabulary, byref(rules), status.data_ptr(), torch.get_num_threads()
-    )
+    compiled().choose(logits.data_ptr(), rows, vocabulary, byref(rules), status.data_ptr(), threads)
     return status
 
 

@@ -1,5 +1,7 @@
 /* The choice of tokens: the most likely one, or the winner of the race of `../draw.py`. */
 
+#include <omp.h>
+
 #include "vectors.h"
 
 /* What is drawn by. `keys`: [rows, 2], from `row_keys`. A temperature of 0: no draw. Where no row has limits,
@@ -9,7 +11,7 @@ struct rules {
     const uint32_t *keys;
     const int64_t *top_k;
     const double *top_p, *min_p;
-    int32_t *scratch; /* [rows, 3, vocabulary + LANES]: what `candidates` are written to */
+    int32_t *scratch; /* [threads, 3, vocabulary + LANES]: what `candidates` are written to */
 };
 
 /* The natural logarithm of x in (0, 1], to 1e-7: as in Moshier's Cephes, logf. */
@@ -98,11 +100,11 @@ struct candidates {
     int64_t count;
 };
 
-/* Find the tokens that are not farther than `limit`, in each vector of the row or in each of some. */
-static void gather(struct candidates *these, int32_t limit, int each, const float *numbers, int64_t vocabulary,
+/* Find the tokens that are not farther than `limit`; of the row's vectors, look at every `nth`. */
+static void gather(struct candidates *these, int32_t limit, int nth, const float *numbers, int64_t vocabulary,
                    float peak, float scale) {
     these->count = 0;
-    for (int64_t at = 0; at < vocabulary; at += each * LANES) {
+    for (int64_t at = 0; at < vocabulary; at += nth * LANES) {
         vec here = scaled(numbers, at, vocabulary, peak, scale), weights = exponential(here);
         ivec far = distance(here), near = far <= limit;
         int64_t any = 0;
@@ -238,7 +240,7 @@ void choose(const float *logits, int64_t rows, int64_t vocabulary, const struct 
             float scale = 1.0f / rules->temperatures[row];
             if (rules->top_k && (rules->top_k[row] > 0 || rules->top_p[row] < 1 || rules->min_p[row] > 0)) {
                 int64_t room = vocabulary + LANES;
-                int32_t *scratch = rules->scratch + 3 * row * room;
+                int32_t *scratch = rules->scratch + 3 * room * omp_get_thread_num();
                 struct candidates these = {scratch, scratch + room, (float *)(scratch + 2 * room), 0};
                 token = winner_within(these, rules->top_k[row], rules->top_p[row], rules->min_p[row], key, numbers,
                                       vocabulary, peak, scale);
