@@ -1,14 +1,15 @@
-"""Measures guessed tokens: the engine with and without guesses, on texts that repeat themselves more or less.
+"""Measures guessed tokens: the engine with and without guesses, on answers that are an edited text.
 
-The model computes what it always does. Then one token of its logits, the next of a fixed text that repeats,
-is made as likely as `following`: that share of the guesses is right, and else the text is left.
-`python -m bench.drafts`
+The model computes what it always does; then its logits are made those of an answer that is known beforehand:
+the text of the prompt, a page of the documentation, of which some is changed. `python -m bench.drafts`
 """
 
-import math
+import random
+import re
 import statistics
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,17 +23,28 @@ from triton_models.engine.models import CausalModel, Operations
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
+from triton_models.engine.warm_up import warm_up
 
-LARGE = replace(MEDIUM, layers=28, hidden=4096, feed_forward=13696, query_heads=32, head_dim=128)
-PERIOD = 50
-NEW_TOKENS = 192
+LARGE = replace(
+    MEDIUM,
+    layers=28,
+    hidden=4096,
+    feed_forward=13696,
+    query_heads=32,
+    head_dim=128,
+    vocabulary=65024,
+)
+PAGES = Path(__file__).parents[1] / "docs"
+TEXT, NEW_TOKENS = 350, 256
+IDS = 256
+"""Token ids that each sequence has of its own, by which the model knows the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRow:
     """One measurement; medians over the rounds, with and without guesses in turns."""
 
-    following: float
+    changed: float
     batch: int
     draft_tokens: int
     tokens_per_second: float
@@ -44,78 +56,126 @@ class DraftRow:
     """Share of the guesses."""
 
 
-class Repeating:
-    """A model whose text goes round in a circle of `PERIOD` tokens, but for a share of 1 - `following`."""
+def edited(text: list[int], changed: float, rng: random.Random) -> list[int]:
+    """Return the text, with as many edits as a share `changed` of its tokens.
 
-    def __init__(self, model: CausalModel, following: float) -> None:
+    An edit replaces, leaves out or puts in one to three tokens.
+    """
+    result: list[int] = []
+    at = 0
+    while at < len(text):
+        if rng.random() >= changed:
+            result.append(text[at])
+            at += 1
+            continue
+        kind = rng.choice(("replace", "leave out", "put in"))
+        if kind != "leave out":
+            result += rng.choices(text, k=rng.randint(1, 3))
+        if kind != "put in":
+            at += rng.randint(1, 3)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt and the answer to it."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def tasks(count: int, changed: float) -> list[Task]:
+    """Return tasks of different texts: pages of the documentation, cut into pieces as long as tokens are."""
+    rng = random.Random(0)  # noqa: S311 - not for secrets
+    pages = [each.read_text(encoding="utf-8") for each in sorted(PAGES.glob("*.md"))]
+    found: list[Task] = []
+    while len(found) < count:
+        pieces = re.findall(r"\w{1,5}|\W", rng.choice(pages))
+        if len(pieces) < 2 * TEXT:
+            continue
+        start = rng.randrange(len(pieces) - 2 * TEXT)
+        ids: dict[str, int] = {}
+        first = len(found) * IDS
+        text = [first + ids.setdefault(each, len(ids)) for each in pieces[start : start + 2 * TEXT]]
+        # The second half, so that enough is left of it where much is left out.
+        answer = edited(text[:TEXT], changed, rng) + text[TEXT:]
+        found.append(Task(tuple(text[:TEXT]), tuple(answer[:NEW_TOKENS])))
+    return found
+
+
+class Writing:
+    """A model that answers the prompts of up to `most` tasks with their answers."""
+
+    def __init__(self, model: CausalModel, most: int) -> None:
         self._model = model
-        vocabulary = model.vocab_size
-        others = -math.inf if following == 1 else math.log((1 - following) / (vocabulary - 1))
-        self._scores = max(math.log(following), -1e9) if following else others, others
-        self._tokens = torch.zeros(0, dtype=torch.int64)
+        self._texts = torch.zeros((most, TEXT + NEW_TOKENS), dtype=torch.int64, device=model.device)
+
+    def learn(self, known: list[Task]) -> None:
+        """Answer these tasks from now on; captured steps read them where the others were."""
+        texts = torch.tensor([[*each.prompt, *each.answer] for each in known])
+        self._texts[: len(known)].copy_(texts)
 
     def __getattr__(self, name: str) -> Any:
         """Return what the model has."""
         return getattr(self._model, name)
 
     def forward(self, tokens: Tensor, operations: Operations) -> Tensor:
-        """Compute as the model does; the last number of a hidden row becomes the row's token."""
+        """Compute as the model does; the last two numbers of a hidden row tell the token to come."""
         hidden = self._model.forward(tokens, operations).clone()
-        hidden[:, -1] = tokens
+        sequences = torch.clamp(tokens // IDS, max=len(self._texts) - 1)
+        places = torch.clamp(operations.positions.long() + 1, 0, self._texts.shape[1] - 1)
+        following = self._texts[sequences, places]
+        # 16 bits have room for 256 integers each.
+        hidden[:, -2], hidden[:, -1] = following // 256, following % 256
         return hidden
 
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
         """Compute the model's logits, and return others."""
-        tokens = hidden[:, -1].long()
+        following = (hidden[:, -2] * 256).long() + hidden[:, -1].long()
         logits = self._model.logits(hidden, operations)
-        likely, others = self._scores
-        logits.fill_(max(others, -1e4))
-        logits.scatter_(1, (tokens[:, None] + 1) % PERIOD, likely)
-        return logits
+        logits.fill_(-1e4)
+        return logits.scatter_(1, following[:, None], 0.0)
 
 
 def measure(
-    model: CausalModel, following: float, batch: int, counts: tuple[int, ...], rounds: int
+    engines: dict[int, Engine], model: Writing, changed: float, batch: int, rounds: int
 ) -> list[DraftRow]:
-    """Measure one batch size with each of these `draft_tokens`, in turns."""
-    rates: dict[int, list[float]] = {count: [] for count in counts}
+    """Measure one batch size with each of the engines, by their `draft_tokens`, in turns."""
+    rates: dict[int, list[float]] = {count: [] for count in engines}
     seen: dict[int, tuple[float, float]] = {}
-    engines: dict[int, Engine] = {}
-    for _ in range(rounds + 1):
-        for count in counts:
-            settings = EngineSettings(
-                max_running=256, max_batched_tokens=512, max_context=512, kv_blocks=4096, draft_tokens=count
-            )
-            engines[count] = engines.get(count) or Engine(Repeating(model, following), settings)
-            rate, per_step, right = _run(engines[count], batch)
+    known = tasks(batch, changed)
+    model.learn(known)
+    for _ in range(rounds):
+        for count, engine in engines.items():
+            rate, per_step, right = _run(engine, known)
             rates[count].append(rate)
             seen[count] = per_step, right
-    # The first of each compiles and captures.
-    medians = {count: statistics.median(found[1:]) for count, found in rates.items()}
+    medians = {count: statistics.median(found) for count, found in rates.items()}
     return [
         DraftRow(
-            following=following,
+            changed=changed,
             batch=batch,
             draft_tokens=count,
             tokens_per_second=medians[count],
-            times=medians[count] / medians[counts[0]],
+            times=medians[count] / medians[next(iter(engines))],
             tokens_per_step=seen[count][0],
             right=seen[count][1],
         )
-        for count in counts
+        for count in engines
     ]
 
 
-def _run(engine: Engine, batch: int) -> tuple[float, float, float]:
+def _run(engine: Engine, known: list[Task]) -> tuple[float, float, float]:
     """Return tokens a second, tokens of a sequence in a step, and the share of right guesses."""
-    for number in range(batch):
-        prompt = tuple((number + each) % PERIOD for each in range(2 * PERIOD))
+    for number, task in enumerate(known):
         params = SamplingParams(temperature=1.0, seed=number, max_tokens=NEW_TOKENS)
-        engine.add(Request(request_id=str(number), prompt_ids=prompt, sampling=params, prefix_cache=False))
+        engine.add(
+            Request(request_id=str(number), prompt_ids=task.prompt, sampling=params, prefix_cache=False)
+        )
     began = time.perf_counter()
     steps = guessed = right = sequences = tokens = 0
     # Until the first ends: a server gives its place to another, and would not go on with fewer.
-    while engine.open_requests == batch:
+    while engine.open_requests == len(known):
         stats = engine.step()
         if stats is None:
             continue
@@ -130,26 +190,46 @@ def _run(engine: Engine, batch: int) -> tuple[float, float, float]:
     taken = time.perf_counter() - began
     while engine.open_requests:
         engine.step()
-    engine.take_outputs()
+    answers: list[list[int | None]] = [[] for _ in known]
+    for output in engine.take_outputs():
+        answers[int(output.request_id)].append(output.token_id)
+    if answers != [list(each.answer[:NEW_TOKENS]) for each in known]:
+        raise click.ClickException("an answer is not the one that was to be written")
     return tokens / taken, tokens / sequences, right / guessed if guessed else 0.0
 
 
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--batch", "batches", type=int, multiple=True, default=(1, 8, 32), show_default=True)
-@click.option("--draft-tokens", "counts", type=int, multiple=True, default=(0, 4, 8, 16), show_default=True)
-@click.option("--following", "shares", type=float, multiple=True, default=(0.0, 0.5, 0.8, 0.95))
-def main(rounds: int, batches: tuple[int, ...], counts: tuple[int, ...], shares: tuple[float, ...]) -> None:
+@click.option("--draft-tokens", "counts", type=int, multiple=True, default=(0, 8, 16), show_default=True)
+@click.option("--changed", "shares", type=float, multiple=True, default=(0.0, 0.02, 0.1, 0.3, 1.0))
+@click.option("--quantization", help="int8, int4 or fp8.")
+def main(
+    rounds: int,
+    batches: tuple[int, ...],
+    counts: tuple[int, ...],
+    shares: tuple[float, ...],
+    quantization: str | None,
+) -> None:
     """Print a table for random models: of 100 million parameters on a CPU, ChatGLM3-6B's shape on a GPU."""
+    cuda = torch.cuda.is_available()
+    config, dtype = (LARGE, torch.bfloat16) if cuda else (MEDIUM, torch.float32)
     with torch.inference_mode():
-        if torch.cuda.is_available():
-            model = random_model(LARGE, dtype=torch.bfloat16, device=torch.device("cuda"))
-        else:
-            model = random_model(MEDIUM, dtype=torch.float32, device=torch.device("cpu"))
+        model = random_model(
+            config, dtype=dtype, device=torch.device("cuda" if cuda else "cpu"), quantization=quantization
+        )
+    writing = Writing(model, max(batches))
+    engines = {}
+    for count in counts:
+        settings = EngineSettings(
+            max_running=256, max_batched_tokens=2048, max_context=1024, kv_blocks=8192, draft_tokens=count
+        )
+        engines[count] = Engine(writing, settings)
+        warm_up(engines[count])
     rows: list[DraftRow] = []
-    for following in shares:
+    for changed in shares:
         for batch in batches:
-            rows += measure(model, following, batch, counts, rounds)
+            rows += measure(engines, writing, changed, batch, rounds)
     click.echo(table(DraftRow, rows))
 
 

@@ -201,7 +201,7 @@ OPTIONS: Final = (
         name="draft_tokens",
         kind=int,
         help="Guesses at an answer's next tokens in one step, where it repeats text or obeys a schema.",
-        default="8",
+        default="16",
         least=0,
         most=64,
     ),

@@ -136,7 +136,7 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
         sample=lambda logits, inputs: sample(logits, inputs, choose, penalise),
         graphs=True,
         overlap=True,
-        drafts=DraftLimits(rows=256, worth=0.15, worth_more=1 / 96),
+        drafts=DraftLimits(rows=256, wait_s=0.0007, wait_more_s=0.00002, step_s=0.0036, row_s=0.00003),
         reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
         convert=tiled,
     )

@@ -2,8 +2,9 @@
 
 Many guesses cost one step if they are right, since a step takes about as long for a few rows more
 (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023). Here they
-come from no second model but from the last place where the newest tokens stood already ("prompt lookup
-decoding", Saxena, 2023), or from the token mask, where it knows the text that follows. The engine draws at
+come from no second model but from a place where the newest tokens stood already ("prompt lookup decoding",
+Saxena, 2023), which is followed over changes, since a text that is edited goes on after them as it was; or
+from the token mask, where it knows the text that follows. The engine draws at
 each guess's place as it would without guesses, and keeps the guesses that it would have drawn: random numbers
 are keyed by position, so the tokens are the same.
 """
@@ -12,8 +13,9 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle, islice, takewhile
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from triton_models.engine.sampling import TokenMask
 from triton_models.errors import panics_are_errors
@@ -26,10 +28,26 @@ MATCHED = 3
 """How many tokens must have stood together before: fewer match by accident."""
 
 _WIDTH = array("i").itemsize
-_LONGEST = 64
-_LONGEST_PAUSE = 64
-_HOPED = 0.5
-"""How many right guesses are expected at least after a pause: else none would be tried again."""
+_PLACES, _COMPARED = 8, 16
+"""Of so many last places where the newest tokens stood, that one is taken before which most others agree, up
+to so many."""
+_CHANGED, _NEAR = 8, 16
+"""A text that is copied is given up after so many tokens without `MATCHED` that agree; until then, it is
+found again where the newest token stands within so many tokens of where it was left."""
+_AT_FIRST = 0.5
+"""How likely a guess is said to be right before any was seen."""
+_FIRST_SEEN, _SEEN = 3, 20
+"""What counts for how likely a guess is: all that was seen, and later about the last so many; the first one
+counts as much as any of so many."""
+
+
+class Allowance(NamedTuple):
+    """What a sequence may have in a step."""
+
+    most: int
+    """Guesses."""
+    row: float
+    """What the row of one takes, as a share of what the step takes for the sequence without guesses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,53 +56,147 @@ class DraftLimits:
 
     rows: int = 32
     """Rows of a step, of one token each, up to which guesses are made."""
-    worth: float = 0.0
-    """Right guesses for each decoding sequence that are worth a wait for the tokens in flight, where there is
-    one; meanwhile the device idles. Where a step is scheduled with none in flight, nothing is lost."""
-    worth_more: float = 0.0
+    wait_s: float = 0.0
+    """Seconds for which the device idles after a step with guesses: what follows depends on its results."""
+    wait_more_s: float = 0.0
     """What each decoding sequence adds to that: the more there are, the longer the host takes."""
+    step_s: float = 0.02
+    """Seconds of a step of one row; the warm-up measures it, and what one row more adds."""
+    row_s: float = 0.001
 
-    def worthwhile(self, right: float, sequences: int) -> bool:
-        """Whether to guess where so many guesses of so many decoding sequences should be right."""
-        return right > 0 and right >= sequences * (self.worth + self.worth_more * sequences)
+    def allowance(self, most: int, sequences: int) -> Allowance:
+        """Return what each of so many decoding sequences may have, of up to `most` guesses."""
+        return Allowance(most, self.row_s * sequences / self._step(sequences))
+
+    def worthwhile(self, right: float, guesses: float, sequences: int) -> bool:
+        """Whether so many guesses of so many sequences, of which some are right, are worth their time."""
+        more = self.wait_s + self.wait_more_s * sequences + self.row_s * guesses
+        return right > sequences * more / self._step(sequences)
+
+    def _step(self, sequences: int) -> float:
+        return self.step_s + self.row_s * (sequences - 1)
+
+
+@lru_cache(maxsize=4096)
+def best(percent: int, allowance: Allowance) -> tuple[int, float]:
+    """Return how many guesses at once give the most tokens for their time, and how many will be right.
+
+    `percent`: how likely each is to be right if those before it were.
+    """
+    likely = percent / 100
+    chance, right, length = 1.0, 0.0, 0
+    while length < allowance.most:
+        chance *= likely
+        if chance * (1 + allowance.row * length) <= allowance.row * (1 + right):
+            break
+        right += chance
+        length += 1
+    return length, right
 
 
 class _Trust:
-    """How many guesses of one kind are made at once: more or fewer as they turn out right or wrong."""
+    """How likely guesses of one kind are right. What could have been guessed counts as well as what was.
 
-    def __init__(self, length: int, right: float) -> None:
-        self.length = length
-        self._right = right
-        """How many of the next ones will be right, going by the last ones."""
-        self._pause = 0
-        """Tokens for which nothing is guessed after the next wrong guess."""
-        self._resumes_at = 0
+    Attributes:
+        likely: each, if those before it are right.
+    """
 
-    @property
-    def right(self) -> float:
-        """How many of the next guesses will be right."""
-        return max(self._right, _HOPED)
+    def __init__(self, likely: float = _AT_FIRST) -> None:
+        self.likely = likely
+        self._seen = _FIRST_SEEN
 
-    def pauses(self, known: int) -> bool:
-        """Whether none are made while so many tokens are known."""
-        return known < self._resumes_at
+    def note(self, *, right: bool) -> None:
+        """Note whether the next token was the one that was to be guessed."""
+        self.likely += (right - self.likely) / self._seen
+        self._seen = min(_SEEN, self._seen + 1)
 
-    def learn(self, guessed: int, right: int, known: int) -> None:
-        """Note how many of the last guesses were right."""
-        self.length = min(2 * self.length, _LONGEST) if right == guessed else right + 1
-        self._right = (self._right + right) / 2
-        if right:
-            self._pause = 0
-        else:
-            self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
-            self._resumes_at = known + self._pause
+    def guesses(self, allowance: Allowance) -> tuple[int, float]:
+        """Return how many guesses to make, and how many of them will be right."""
+        return best(round(100 * self.likely), allowance)
+
+
+class _Original:
+    """The text that a sequence's newest tokens copy, somewhere among those before them.
+
+    Tokens are searched as bytes, which takes microseconds for thousands of them; an index would take more
+    time to keep than that, and a hundred times the memory.
+
+    Attributes:
+        place: that of the token which should come next; None: nothing is copied.
+        trust: in that token: as in others of a copy, or as in others after a change, where the newest tokens
+            are none of the text, which may go on from `place` all the same.
+    """
+
+    def __init__(self) -> None:
+        self.place: int | None = None
+        self.trust = self._copied = _Trust()
+        self._changed = _Trust()
+        self._known = bytearray()
+        self._agreed = self._others = 0
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go on with the tokens that are new since the last call."""
+        before, count = len(self._known) // _WIDTH, len(tokens)
+        if count == before:
+            return
+        place = self.place
+        if place is not None:
+            for at in range(before, count):
+                agrees = tokens[place] == tokens[at]
+                (self._copied if self._agreed >= MATCHED else self._changed).note(right=agrees)
+                self._agreed = self._agreed + 1 if agrees else 0
+                place += 1
+        self._known += array("i", tokens[before:]).tobytes()
+        if place is None or self._agreed < MATCHED:
+            found = self._search(tokens)
+            if found is not None:
+                place, self._agreed = found, MATCHED
+            elif place is not None:
+                self._others += count - before
+                place = self._near(place) if self._others <= _CHANGED else None
+        if self._agreed >= MATCHED:
+            self._others = 0
+        self.trust = self._copied if self._agreed >= MATCHED else self._changed
+        self.place = place
+
+    def _search(self, tokens: Sequence[int]) -> int | None:
+        """Return what follows the place where most of the newest tokens stood together before."""
+        newest, end, count = self._known[-MATCHED * _WIDTH :], len(self._known) - _WIDTH, len(tokens)
+        best, longest, places = None, 0, 0
+        while places < _PLACES and (at := self._known.rfind(newest, 0, end)) >= 0:
+            place, beside = divmod(at, _WIDTH)
+            end = at + len(newest) - 1
+            if beside:
+                continue  # The bytes of two tokens that stand side by side, not a token's.
+            places += 1
+            place += MATCHED
+            agreed = MATCHED
+            most = min(_COMPARED, place)
+            while agreed < most and tokens[place - agreed - 1] == tokens[count - agreed - 1]:
+                agreed += 1
+            if agreed > longest:
+                best, longest = place, agreed
+        return best
+
+    def _near(self, place: int) -> int:
+        """Return what follows the newest token where it stands nearest to `place`; otherwise, `place`."""
+        if self._agreed:
+            return place
+        newest = self._known[-_WIDTH:]
+        end = min(len(self._known) - _WIDTH, (place + _NEAR) * _WIDTH)
+        at, found = max(0, place - _NEAR) * _WIDTH, []
+        while (at := self._known.find(newest, at, end)) >= 0:
+            if at % _WIDTH == 0:
+                found.append(at // _WIDTH + 1)
+            at += _WIDTH - at % _WIDTH
+        if not found:
+            return place
+        self._agreed = 1
+        return min(found, key=lambda each: abs(each - place))
 
 
 class Drafter:
     """Makes the guesses for one sequence, whose token mask has been told all known tokens.
-
-    The known tokens are searched as bytes, which takes microseconds for thousands of tokens; an index of
-    them would take more time to keep than that, and a hundred times the memory.
 
     Args:
         mask: the sequence's token mask, if it has one.
@@ -95,67 +207,69 @@ class Drafter:
         self._mask = mask
         self._stop_ids = stop_ids
         self._failed = False
-        self._known = bytearray()
-        self._place: int | None = None
+        self._original = _Original()
         self._text: Sequence[int] = ()
-        self._text_at = -1
-        self._copied, self._forced = _Trust(2, 1.0), _Trust(_LONGEST, _LONGEST)
-        self._last = self._copied
-        """The kind of the last guesses."""
-        self._expected: _Trust | None = None
-        """The kind of guesses that were expected last."""
+        """What had to follow the first `_text_at` tokens."""
+        self._text_at = 0
+        self._forced = _Trust(likely=1.0)
 
-    def expects(self, tokens: Sequence[int], *, flying: bool = False, waited: bool = False) -> float:
-        """Return how many guesses at what follows `tokens` would be right; 0: there is nothing to go by.
+    def expects(
+        self, tokens: Sequence[int], allowance: Allowance, *, flying: bool = False
+    ) -> tuple[float, int]:
+        """Return how many guesses at what follows `tokens` would be right, and how many would be made.
 
         Args:
             tokens: the known ones.
+            allowance: what guesses may cost.
             flying: another is in flight, and must be known first.
-            waited: one was, and the last answer was believed; if there is nothing to go by now, that was as
-                bad as a wrong guess.
         """
-        before, self._expected = self._expected, None
-        right = 0.0
-        forced = len(self._forced_after(tokens)) - flying
-        if forced > 0:
-            self._expected, right = self._forced, min(forced, self._forced.right)
-        if self._find(tokens) is not None and self._copied.right > right:
-            self._expected, right = self._copied, self._copied.right
-        if waited and before is not None and self._expected is None:
-            before.learn(1, 0, len(tokens))
-        return right
+        expected = 0.0, 0
+        if forced := max(0, len(self._forced_after(tokens)) - flying):
+            guesses, right = self._forced.guesses(allowance)
+            expected = min(right, forced), min(guesses, forced)
+        if self._copies(tokens):
+            trust = self._original.trust
+            guesses, right = trust.guesses(allowance)
+            # The text must go on with what is in flight.
+            expected = max(expected, (right * trust.likely if flying else right, guesses))
+        return expected
 
-    def draft(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """Return up to `most` guesses at what follows `tokens`, all of the sequence's known tokens.
+    def draft(self, tokens: Sequence[int], allowance: Allowance) -> tuple[int, ...]:
+        """Return guesses at what follows `tokens`, all of the sequence's known tokens.
 
         Its mask takes each of them after those before.
         """
-        forced = self._taken(self._forced_after(tokens)[:most])
-        copied = self._taken(self._copied_after(tokens, most)) if len(forced) < most else ()
-        guesses, self._last = (copied, self._copied) if len(copied) > len(forced) else (forced, self._forced)
-        return guesses
-
-    def learn(self, guessed: int, right: int, known: int) -> None:
-        """Note how many of the last guesses were right; `known`: how many tokens are known now."""
-        self._last.learn(guessed, right, known)
+        forced = self._taken(self._forced_after(tokens)[: self._forced.guesses(allowance)[0]])
+        if len(forced) == allowance.most or not self._copies(tokens):
+            return forced
+        copied = self._taken(self._copied_after(tokens, self._original.trust.guesses(allowance)[0]))
+        return copied if len(copied) > len(forced) else forced
 
     def _forced_after(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the next tokens of a text that must come, if the mask knows one."""
-        if self._mask is None or self._forced.pauses(len(tokens)):
+        if self._mask is None:
             return ()
         if self._text_at != len(tokens):
+            for guess, token in zip(self._text, tokens[self._text_at :], strict=False):
+                self._forced.note(right=guess == token)
+                if guess != token:
+                    break
             nothing: Sequence[int] = ()
             self._text, self._text_at = self._ask(self._mask.forced, nothing), len(tokens)
-        return self._text[: self._forced.length]
+        return self._text
+
+    def _copies(self, tokens: Sequence[int]) -> bool:
+        """Whether the newest tokens copy others."""
+        if self._failed:
+            return False
+        self._original.follow(tokens)
+        return self._original.place is not None
 
     def _copied_after(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return the tokens that followed when the newest tokens stood together last."""
-        place = self._find(tokens)
-        if place is None:
-            return ()
-        most = min(most, self._copied.length)
+        """Return the tokens that come next in the text that is copied."""
+        place = self._original.place
         # Where the two places overlap, the text repeats itself; it may go on so.
-        return tuple(islice(cycle(tokens[place : place + most]), most))
+        return tuple(islice(cycle(tokens[place : place + most]), most)) if place is not None else ()
 
     def _taken(self, guesses: Sequence[int]) -> tuple[int, ...]:
         """Return as many of `guesses` as the mask takes, before the first that ends the answer."""
@@ -178,21 +292,3 @@ class Drafter:
             log.exception("a token mask cannot look ahead")
             self._failed = True
             return otherwise
-
-    def _find(self, tokens: Sequence[int]) -> int | None:
-        """Return the place of the token that followed when the newest tokens stood together last."""
-        if self._failed or self._copied.pauses(len(tokens)):
-            return None
-        if len(tokens) * _WIDTH != len(self._known):
-            self._known += array("i", tokens[len(self._known) // _WIDTH :]).tobytes()
-            self._place = self._search()
-        return self._place
-
-    def _search(self) -> int | None:
-        newest, end = self._known[-MATCHED * _WIDTH :], len(self._known) - _WIDTH
-        while (at := self._known.rfind(newest, 0, end)) >= 0:
-            place, beside = divmod(at, _WIDTH)
-            if not beside:
-                return place + MATCHED
-            end = at + len(newest) - 1  # The bytes of two tokens that stand side by side, not a token's.
-        return None

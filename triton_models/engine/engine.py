@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.blocks import BlockManager
@@ -152,6 +152,10 @@ class Engine:
         """End a request before the next step; its last output says CANCELLED. False if it is not open."""
         return self._intake.cancel(request_id)
 
+    def note_times(self, step_s: float, row_s: float) -> None:
+        """Note what a step of one row takes, and what one row more adds: it decides how much is guessed."""
+        self._drafts = self._scheduler.drafts = replace(self._drafts, step_s=step_s, row_s=row_s)
+
     def stats(self) -> EngineStats:
         """Return the current counts."""
         running = len(self._scheduler.running)
@@ -264,7 +268,7 @@ class Engine:
         accepted = [self._accept(each) for each in results]
         self._uncollected.popleft()
         prompts = {chunk.sequence for chunk in step.prefills}
-        guessed, right = self._learn(step)
+        guessed, right = _guesses(step)
         now = time.perf_counter()
         started, self._collected_at = max(step.scheduled_at, self._collected_at), now
         return StepStats(
@@ -279,20 +283,6 @@ class Engine:
             right_guesses=right,
             seconds=now - started,
         )
-
-    @staticmethod
-    def _learn(step: Step) -> tuple[int, int]:
-        """Tell the drafters which of a step's guesses were right; return how many there were, and right."""
-        guessed = right = 0
-        for chunk in step.drafts:
-            sequence = chunk.sequence
-            if chunk.guesses:
-                # None at all, if it ended before these results came.
-                gained = max(0, len(sequence.tokens) - chunk.start - 2)
-                sequence.drafter.learn(len(chunk.guesses), gained, len(sequence.tokens))
-                guessed += len(chunk.guesses)
-                right += gained
-        return guessed, right
 
     def _take_requests_and_cancels(self) -> None:
         """Put new requests on the waiting list; end those that were cancelled or timed out."""
@@ -361,6 +351,16 @@ class Engine:
                 time_to_first_token=time_to_first_token,
             )
         )
+
+
+def _guesses(step: Step) -> tuple[int, int]:
+    """Return how many guesses a step had whose results have been applied, and how many were right."""
+    guessed = right = 0
+    for chunk in step.drafts:
+        guessed += len(chunk.guesses)
+        # None at all, if it ended before these results came.
+        right += max(0, len(chunk.sequence.tokens) - chunk.start - 2) if chunk.guesses else 0
+    return guessed, right
 
 
 class Intake:

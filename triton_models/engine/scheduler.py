@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from triton_models.engine.blocks import BlockManager
-from triton_models.engine.drafts import DraftLimits
+from triton_models.engine.drafts import Allowance, DraftLimits
 from triton_models.engine.prefix import PrefixCache
 from triton_models.engine.sequence import Chunk, Sequence, SequenceState
 from triton_models.engine.settings import EngineSettings
@@ -145,6 +145,9 @@ class Scheduler:
 
     Blocks and slots can be reused as soon as their holder stops, even if a launched step still writes there:
     later steps run after it on the same stream, and clear or fill them first.
+
+    Attributes:
+        drafts: what guesses may cost.
     """
 
     def __init__(
@@ -156,9 +159,7 @@ class Scheduler:
         self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
         self._draft_tokens = settings.draft_tokens
-        self._drafts = drafts or DraftLimits()
-        self._waited = False
-        """Whether the last step was left empty, to make guesses once the tokens in flight are known."""
+        self.drafts = drafts or DraftLimits()
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
         self.waiting = WaitingList()
@@ -204,12 +205,11 @@ class Scheduler:
         decoding = [each for each in self.running if each.state is SequenceState.DECODE]
         if any(each.in_flight and each.drafted for each in decoding):
             return step
-        most = self._most_guesses(decoding)
-        self._waited = most > 0 and any(each.in_flight for each in decoding)
-        if self._waited:
-            return step
+        allowance = self._allowance(decoding)
+        if allowance is not None and any(each.in_flight for each in decoding):
+            return step  # Guesses are made once the tokens in flight are known.
         self._burst.resumed()
-        self._schedule_decodes(decoding, most, step)
+        self._schedule_decodes(decoding, allowance, step)
         self._schedule_prompts(step, budget - len(step.decodes) - sum(each.count for each in step.drafts))
         return step
 
@@ -282,8 +282,8 @@ class Scheduler:
         self._prefixes.register(sequence, start + count)
         return count
 
-    def _schedule_decodes(self, decoding: list[Sequence], most: int, step: Step) -> None:
-        """Schedule the next token of each of these, and up to `most` guesses."""
+    def _schedule_decodes(self, decoding: list[Sequence], allowance: Allowance | None, step: Step) -> None:
+        """Schedule the next token of each of these, and guesses."""
         block_size = self._blocks.block_size
         for sequence in decoding:
             # One may have been preempted for another before it; never one that is scheduled already.
@@ -296,37 +296,39 @@ class Scheduler:
                 self._prefixes.register(sequence, computed)
             if computed == len(sequence.blocks) * block_size and not self._make_room(sequence, step):
                 continue
-            guesses = self._guess(sequence, most, step) if most else ()
+            guesses = self._guess(sequence, allowance, step) if allowance else ()
             chunk = Chunk(sequence, computed, 1 + len(guesses), True, guesses)  # noqa: FBT003 - see Chunk
             (step.drafts if guesses or sequence.drafted else step.decodes).append(chunk)
             sequence.drafted = bool(guesses)
 
-    def _most_guesses(self, decoding: list[Sequence]) -> int:
-        """Return how many guesses each of these may have in the next step; 0 where they are not worth it."""
+    def _allowance(self, decoding: list[Sequence]) -> Allowance | None:
+        """Return what guesses each of these may have in the next step; None where they are not worth it."""
         if not self._draft_tokens or not decoding:
-            return 0
-        rows = min(self._drafts.rows, self._max_batched_tokens, max(self._max_running, _FEW_ROWS))
+            return None
+        rows = min(self.drafts.rows, self._max_batched_tokens, max(self._max_running, _FEW_ROWS))
         most = min(self._draft_tokens, rows // len(decoding) - 1)
         if most < 1:
-            return 0
-        expected = sum(
-            each.drafter.expects(each.tokens, flying=each.in_flight > 0, waited=self._waited)
-            for each in decoding
-        )
-        return most if self._drafts.worthwhile(expected, len(decoding)) else 0
+            return None
+        allowance = self.drafts.allowance(most, len(decoding))
+        right, guesses = 0.0, 0
+        for each in decoding:
+            some, made = each.drafter.expects(each.tokens, allowance, flying=each.in_flight > 0)
+            right += some
+            guesses += made
+        return allowance if self.drafts.worthwhile(right, guesses, len(decoding)) else None
 
-    def _guess(self, sequence: Sequence, most: int, step: Step) -> tuple[int, ...]:
-        """Guess up to `most` of a decoding sequence's next tokens; takes the blocks for them.
+    def _guess(self, sequence: Sequence, allowance: Allowance, step: Step) -> tuple[int, ...]:
+        """Guess a decoding sequence's next tokens; takes the blocks for them.
 
         Guesses take no block that another sequence may need soon. The last token needs no guess: it is drawn
         after the one before.
         """
         free = max(0, self._blocks.available - len(self.running))
         room = (len(sequence.blocks) + free) * self._blocks.block_size - sequence.length
-        most = min(most, room, sequence.max_length - sequence.length - 1)
+        most = min(allowance.most, room, sequence.max_length - sequence.length - 1)
         if most < 1:
             return ()
-        guesses = sequence.drafter.draft(sequence.tokens, most)
+        guesses = sequence.drafter.draft(sequence.tokens, Allowance(most, allowance.row))
         missing = self._blocks.blocks_for(sequence.length + len(guesses)) - len(sequence.blocks)
         if missing > 0:
             self._take_blocks(sequence, missing, step)

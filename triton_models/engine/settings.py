@@ -35,7 +35,7 @@ class EngineSettings:
     memory_share: float | None = None
     """Share of the device's memory that is this engine's, weights included, where other engines start on the
     same device; None: what is free."""
-    draft_tokens: int = 8
+    draft_tokens: int = 16
     """Most guesses at one sequence's next tokens in a step (see `Drafter`); 0: none."""
     prefix_cache: bool = True
     """Whether sequences that begin with the same tokens share the KV blocks of these."""

@@ -18,7 +18,7 @@ from tests.triton_models.engine.guessed_mix import (
     some_requests,
 )
 from triton_models.engine.backend import PLAIN, Backend
-from triton_models.engine.drafts import Drafter, DraftLimits
+from triton_models.engine.drafts import Allowance, Drafter, DraftLimits, best
 from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.models import Operations
 from triton_models.engine.sampling import SamplingParams
@@ -26,7 +26,7 @@ from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.settings import EngineSettings
 from wire.grammar import Grammar
 
-OVERLAPPED = replace(PLAIN, overlap=True, drafts=DraftLimits(rows=256, worth=0.3, worth_more=1 / 64))
+OVERLAPPED = replace(PLAIN, overlap=True, drafts=DraftLimits(rows=256, wait_s=0.006))
 SETTINGS = EngineSettings(
     max_running=6, max_waiting=500, max_batched_tokens=40, block_size=4, kv_blocks=100, draft_tokens=8
 )
@@ -106,66 +106,158 @@ def engine(model: FakeModel, backend: Backend = PLAIN, **changes: int) -> Engine
     return Engine(model, replace(SETTINGS, **changes), backend=backend)
 
 
+FREE = Allowance(8, 0.0)
+"""Eight guesses, whose rows take no time."""
+
+
 def test_what_followed_the_newest_tokens_before_is_guessed() -> None:
+    assert Drafter().draft([1, 2, 3, 4, 5, 9, 2, 3], FREE) == ()
+    assert Drafter().draft([1, 2, 3, 4, 5, 9, 2, 3, 4], FREE)[:2] == (5, 9)
+    assert Drafter().draft([1, 2, 3, 4, 5, 9, 2, 3, 4], Allowance(1, 0.0)) == (5,)
+
+
+def test_of_several_places_the_last_counts_or_the_one_with_the_longer_text_in_front() -> None:
+    assert Drafter().draft([1, 2, 3, 4, 5, 9, 2, 3, 4, 7, 2, 3, 4], FREE)[:2] == (7, 2)
+    assert Drafter().draft([1, 2, 3, 4, 5, 9, 2, 3, 4, 7, 1, 2, 3, 4], FREE)[:2] == (5, 9)
+
+
+def test_a_text_is_followed_although_its_words_stand_elsewhere_too() -> None:
+    drafter, known = Drafter(), [1, 2, 3, 4, 5, 6, 7, 8, 30, 3, 4, 5, 40, 1, 2, 3]
+    assert drafter.draft(known, Allowance(2, 0.0)) == (4, 5)
+    assert drafter.draft([*known, 4, 5], Allowance(2, 0.0)) == (6, 7)  # not 40
+
+
+def test_a_text_that_was_changed_goes_on_as_it_was() -> None:
+    text = [*range(1, 60)]
+    for changed in (
+        [*range(1, 20), 90],  # one token for another
+        [*range(1, 20), 90, 21, 91],
+        [*range(1, 20), 21],  # one left out
+        [*range(1, 20), 20, 90, 91, 20],  # and some put in
+    ):
+        drafter = Drafter()
+        known = text + changed[:10]
+        for token in changed[10:]:
+            assert drafter.draft(known, FREE)
+            known.append(token)
+        follows = changed[-1] + 1 if changed[-1] < 90 else changed.index(changed[-1]) + 2
+        assert drafter.draft(known, FREE)[0] == follows
+
+
+def test_a_text_that_was_left_is_given_up() -> None:
     drafter = Drafter()
-    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3], 8) == ()
-    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3, 4], 8) == (5, 9)
-    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3, 4], 1) == (5,)
-    assert drafter.draft([1, 2, 3, 4, 5, 9, 2, 3, 4, 7, 2, 3, 4], 8) == (7, 2)  # the last of two places
+    known = [*range(1, 60), *range(1, 20)]
+    found: list[bool] = []
+    for token in range(100, 110):
+        assert drafter.draft(known, FREE) or found[7:]
+        known.append(token)
+        found.append(bool(drafter.draft(known, FREE)))
+    assert found == [True] * 8 + [False] * 2
 
 
 def test_bytes_that_are_no_token_are_passed_over() -> None:
     # The bytes of 1, 1, 1, shifted by one, stand within those of 256 and its like.
-    assert Drafter().draft([7, 1, 1, 1, 8, 256, 256, 256, 256, 1, 1, 1], 2) == (8, 256)
-    assert Drafter().draft([256, 256, 256, 256, 5, 1, 1, 1], 2) == ()
+    two = Allowance(2, 0.0)
+    assert Drafter().draft([7, 1, 1, 1, 8, 256, 256, 256, 256, 1, 1, 1], two) == (8, 256)
+    assert Drafter().draft([256, 256, 256, 256, 5, 1, 1, 1], two) == ()
+    # And those of 1 within those of 256, where a changed text is looked for.
+    drafter, known = Drafter(), [256, 1, 5, 6, 7, 8, 256, 1, 5, 6]
+    assert drafter.draft(known, two) == (7, 8)
+    assert drafter.draft([*known, 1], two) == (5, 6)
 
 
 def test_nothing_is_guessed_that_ends_the_answer_or_follows_its_end() -> None:
     known = [1, 2, 3, 4, 9, 5, 0, 1, 2, 3]
-    assert Drafter().draft(known, 8) == (4, 9)
-    assert Drafter(stop_ids=frozenset({9})).draft(known, 8) == (4,)
-    assert Drafter(stop_ids=frozenset({4})).draft(known, 8) == ()
+    two = Allowance(2, 0.0)
+    assert Drafter().draft(known, two) == (4, 9)
+    assert Drafter(stop_ids=frozenset({9})).draft(known, two) == (4,)
+    assert Drafter(stop_ids=frozenset({4})).draft(known, two) == ()
 
 
 def test_a_text_that_must_come_is_guessed_whole_and_copies_as_far_as_the_mask_takes_them() -> None:
     known = [1, 2, 3, 4, 9, 5, 0, 1, 2, 3]
     drafter = Drafter(Known([7, 8, 7, 8, 6]))
-    assert drafter.draft(known, 3) == (7, 8, 7)
-    assert drafter.draft(known, 8) == (7, 8, 7, 8, 6)
-    drafter.learn(5, 1, len(known))
-    assert drafter.draft(known, 8) == (7, 8)
-    drafter.learn(2, 0, len(known))
-    assert drafter.draft(known, 8) == ()  # the mask does not take 4
-    assert Drafter(Known([4, 8, 6])).draft(known, 8) == (4, 8, 6)
-    assert Drafter(Known([4])).draft(known, 8) == (4,)
+    assert drafter.draft(known, Allowance(3, 0.0)) == (7, 8, 7)
+    assert drafter.draft(known, FREE) == (7, 8, 7, 8, 6)  # the mask does not take 4
+    assert Drafter(Known([4, 8, 6])).draft(known, FREE) == (4, 8, 6)
+    assert Drafter(Known([4])).draft(known, FREE) == (4,)
+
+
+def test_texts_that_must_come_and_do_not_are_believed_less() -> None:
+    mask = Known([7, 8, 6, 7, 8, 6])
+    drafter, known, lengths = Drafter(mask), [1], []
+    for _ in range(6):
+        lengths.append(len(drafter.draft(known, Allowance(8, 0.4))))
+        known = [*known, 5]  # as if it had been split into other tokens
+    assert lengths[0] == 6
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] == 0
 
 
 def test_of_a_text_that_must_follow_the_first_token_may_be_in_flight() -> None:
     drafter = Drafter(Known([7, 8, 6]))
-    assert drafter.expects([1], flying=True) == 2
+    assert drafter.expects([1], FREE, flying=True) == (2, 2)
     for none_left in (Drafter(Known([7])), Drafter(Known([])), Drafter()):
-        assert none_left.expects([1], flying=True) == 0
-    assert drafter.draft([1, 7], 8) == (7, 8, 6)
+        assert none_left.expects([1], FREE, flying=True) == (0, 0)
+    assert drafter.draft([1, 7], FREE) == (7, 8, 6)
 
 
-def test_guesses_that_are_right_become_more_and_wrong_ones_pause() -> None:
-    drafter, tokens = Drafter(), [0, 1, 2] * 40
-    assert len(drafter.draft(tokens, 20)) == 2
-    drafter.learn(2, 2, len(tokens))
-    assert len(drafter.draft(tokens, 20)) == 4
-    drafter.learn(4, 1, len(tokens))
-    assert len(drafter.draft(tokens, 20)) == 2
-    drafter.learn(2, 0, len(tokens))
-    assert drafter.draft(tokens, 20) == ()
-    assert drafter.draft([*tokens, 0], 20) == (1,)
-    drafter.learn(1, 0, len(tokens) + 1)
-    assert [bool(drafter.draft([0, 1, 2] * 40 + [0, 1, 2, 0, 1][:more], 20)) for more in range(1, 6)] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+def test_what_could_have_been_guessed_tells_how_much_is() -> None:
+    """Tokens count whether they were guessed or not, so trust is gained and lost without guesses, too."""
+    some, text = Allowance(20, 0.1), [*range(1, 60)]
+    drafter, known, lengths = Drafter(), [*text, 1, 2, 3], []
+    for token in range(4, 20):
+        lengths.append(len(drafter.draft(known, some)))
+        known.append(token)
+    assert lengths == sorted(lengths)
+    assert lengths[0] < 3
+    assert lengths[-1] > 10
+    for token in range(100, 200, 2):
+        drafter.expects(known, some)
+        known += [token, token + 1, 7, 8, 9]  # found again, and left again
+    assert drafter.expects(known, some) == (0, 0)
+    assert Drafter().expects(known, some)[0]
+
+
+def test_a_token_in_flight_must_be_right_too() -> None:
+    known = [1, 2, 3, 4, 5, 9, 2, 3, 4]
+    drafter = Drafter()
+    assert 0 < drafter.expects(known, FREE, flying=True)[0] < drafter.expects(known, FREE)[0]
+
+
+@pytest.mark.parametrize("row", [0.0, 0.02, 0.1, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("percent", [1, 30, 60, 80, 95, 99])
+def test_no_other_number_of_guesses_gives_more_tokens_for_their_time(percent: int, row: float) -> None:
+    likely = percent / 100
+
+    def rate(length: int) -> float:
+        return sum(likely**each for each in range(length + 1)) / (1 + row * length)
+
+    length, right = best(percent, Allowance(16, row))
+    assert right == pytest.approx(sum(likely**each for each in range(1, length + 1)))
+    assert rate(length) == pytest.approx(max(rate(each) for each in range(17)))
+
+
+def test_what_a_row_takes_counts_more_beside_other_sequences() -> None:
+    limits = DraftLimits(step_s=0.020, row_s=0.001)
+    assert limits.allowance(8, 1) == Allowance(8, 0.05)
+    # Of eight sequences, each has an eighth of a step of 27 ms.
+    assert limits.allowance(8, 8).row == pytest.approx(0.001 / (0.027 / 8))
+
+
+def test_guesses_are_worth_it_where_they_bring_more_tokens_a_second() -> None:
+    limits = DraftLimits(step_s=0.004, row_s=0.0001, wait_s=0.001, wait_more_s=0.0001)
+    # 8 sequences: 4.7 ms. With 20 guesses, 4.7 + 1.8 + 2 = 8.5: they need 8 * 3.8 / 4.7 = 6.47 tokens more.
+    assert limits.worthwhile(6.5, 20, 8)
+    assert not limits.worthwhile(6.4, 20, 8)
+    assert not DraftLimits().worthwhile(0, 0, 1)
+
+
+def test_guesses_that_are_not_worth_their_rows_are_not_made() -> None:
+    known = [1, 2, 3, 4, 5, 9, 2, 3, 4]
+    assert Drafter().draft(known, Allowance(8, 0.4))
+    assert not Drafter().draft(known, Allowance(8, 0.6))
+    assert Drafter().expects(known, Allowance(8, 0.6)) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,14 +350,6 @@ def test_nobody_waits_for_the_guesses_of_one_in_six() -> None:
     made.add(*(request(str(each), range(CYCLE), others) for each in range(5)))
     made.add(request("copier", range(CYCLE), replace(COPYING, max_tokens=60)))
     assert len(steps_of(made)) <= 60 + 6
-
-
-def test_a_wait_for_nothing_is_not_repeated_soon() -> None:
-    drafter, tokens = Drafter(), [1, 2, 3, 4] * 2
-    assert drafter.expects(tokens)
-    assert not drafter.expects([*tokens, 9], waited=True)
-    assert not drafter.expects([*tokens, 9, 1, 2, 3][:11], waited=False)  # the pause
-    assert drafter.expects([*tokens, 9, 1, 2, 3], waited=False)
 
 
 @pytest.mark.parametrize("backend", [PLAIN, OVERLAPPED], ids=["plain", "overlapped"])

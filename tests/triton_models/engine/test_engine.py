@@ -244,7 +244,7 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
 
 def test_the_statistics_of_a_step() -> None:
     engine = Engine(FakeModel(), SMALL)
-    engine.add(request("a", [1] * 3))
+    engine.add(request("a", [1, 2, 3]))
     engine.add(request("b", [1] * 10))
     first, second = engine.step(), engine.step()
     assert first is not None

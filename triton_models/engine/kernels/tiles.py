@@ -36,6 +36,10 @@ _MIN_ROWS, _MOST_ROWS = 16, 128
 """The fewest rows that the matrix units take, and the most that a program multiplies its weights with."""
 _FEW_ROWS = 32
 """Up to so many rows, reading the weights takes longest; with more, arithmetic does."""
+_MULTIPROCESSORS = 132
+"""Of a large GPU."""
+_AT_ONCE = range(3, 6)
+"""Programs that such a one runs at once, where they wait much."""
 _NIBBLE: Final = 4
 """Bits of the smaller numbers."""
 _PACKED_WEIGHTS = 2**23
@@ -94,10 +98,29 @@ def tiled(matrix: Linear) -> Linear:
     return matrix
 
 
-def tiling_for(outputs: int) -> Tiling:
-    """Return the constants for a weight of N `outputs`: the same for any number of rows, since they round."""
-    splits = splits_for(triton.cdiv(outputs, TILE))
-    return Tiling(block_n=TILE, block_k=GROUP, splits=splits, warps=4, stages=4)
+def tiling_for(outputs: int, keys: int, *, late: bool = False) -> Tiling:
+    """Return the constants for a weight of N `outputs` and K `keys`.
+
+    Since they round, they are the same for any number of rows; but not with 4 bits, where few rows are
+    multiplied in another way (`late`), which waits more and needs more programs beside it.
+    """
+    tiles, groups = triton.cdiv(outputs, TILE), triton.cdiv(keys, GROUP)
+    if late:
+        return Tiling(block_n=TILE, block_k=GROUP, splits=_late_splits(tiles, groups), warps=4, stages=3)
+    return Tiling(block_n=TILE, block_k=GROUP, splits=splits_for(tiles), warps=4, stages=4)
+
+
+def _late_splits(tiles: int, groups: int) -> int:
+    """Return the splits with which the busiest of a large GPU's multiprocessors has the fewest groups.
+
+    It has three to five programs at once: the best found on an H200 (bench/LOG.md).
+    """
+
+    def programs(splits: int) -> int:
+        return -(-splits * tiles // _MULTIPROCESSORS)
+
+    fitting = [splits for splits in range(1, groups + 1) if programs(splits) in _AT_ONCE]
+    return min(fitting, key=lambda splits: programs(splits) * -(-groups // splits), default=splits_for(tiles))
 
 
 def tiled_linear(
@@ -134,9 +157,10 @@ def tiled_linear(
     if gated and outputs % TILE:
         raise ValueError(f"{outputs} gated outputs are no multiple of {TILE}")
     out = residual if residual is not None else x.new_empty((rows, outputs))
-    tiling = tiling or tiling_for(outputs)
     tiles = triton.cdiv(outputs, TILE)
     block_m = min(_MOST_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
+    late = matrix.bits == _NIBBLE and block_m <= _FEW_ROWS
+    tiling = tiling or tiling_for(outputs, matrix.columns, late=late)
     if block_m > _FEW_ROWS:
         # The rows of x take the room of the weights of one more stage.
         tiling = replace(tiling, stages=min(tiling.stages, 3))
@@ -156,7 +180,7 @@ def tiled_linear(
         KEYS=matrix.columns,
         BITS=matrix.bits,
         BLOCK_M=block_m,
-        LATE=matrix.bits == _NIBBLE and block_m <= _FEW_ROWS,
+        LATE=late,
         GATED=gated,
         ADD=residual is not None,
     )

@@ -156,7 +156,15 @@ def test_refuses_more_split_tiles_than_there_are_counters(device: torch.device) 
 
 @pytest.mark.parametrize(("outputs", "splits"), [(4096, 4), (4608, 4), (13696, 1), (65024, 1)])
 def test_a_large_gpu_is_filled(outputs: int, splits: int) -> None:
-    assert tiling_for(outputs).splits == splits
+    assert tiling_for(outputs, 4096).splits == splits
+
+
+@pytest.mark.parametrize(
+    ("outputs", "keys", "splits"),
+    [(4608, 4096, 7), (4096, 4096, 8), (13696, 4096, 3), (4096, 13696, 6), (65024, 4096, 1), (64, 256, 8)],
+)
+def test_few_rows_of_4_bits_are_divided_evenly(outputs: int, keys: int, splits: int) -> None:
+    assert tiling_for(outputs, keys, late=True).splits == splits
 
 
 @pytest.mark.parametrize("form", FORMS)
