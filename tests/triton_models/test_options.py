@@ -122,7 +122,7 @@ def test_the_engines_own_defaults_are_those_that_are_said() -> None:
 
 
 def test_the_engine_has_an_option_for_each_of_its_limits() -> None:
-    own = {"block_size", "kv_blocks", "prefix_cache", "failure_limit"}
+    own = {"block_size", "kv_blocks", "failure_limit"}
     limits = {field.name for field in fields(EngineSettings)} - own
     assert limits == BY_NAME.keys() - {
         "engine", "format", "dtype", "quantization", "heartbeat_s", "trace_endpoint",

@@ -8,9 +8,6 @@ from triton_models.engine.sequence import Sequence
 
 _PARENT = struct.Struct("<i")
 
-GROUPS_LIMIT = 2**31 - 1
-"""Largest number of a group of requests; a key holds it with its sign."""
-
 
 class PrefixCache:
     """Shares full blocks among sequences that begin with the same tokens.
@@ -25,22 +22,20 @@ class PrefixCache:
       release from the end, so a parent outlives its children. If another sequence registered the same tokens
       first, the later one's blocks from there on stay unregistered.
     * The last block of a sequence is not full, and is written while the sequence goes on. Once it stops,
-      others of its group can find that block by all of its tokens (`tail`), and copy it.
-    * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered;
-      only requests of one group still share theirs, with each other alone.
+      others can find that block by all of its tokens (`tail`), and copy it, if both requests share theirs.
+    * With a request's `prefix_cache` False, blocks are neither looked up nor registered.
     * While log-probabilities or logits of a sequence's prompt are still to be reported, nothing is looked up
       for it: they can only be had by computing the prompt.
     """
 
-    def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
+    def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._enabled = enabled
         # Bytes and numbers, not tuples or nodes of a tree: there may be hundreds of thousands, and these are
         # small and ignored by the garbage collector.
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """Each block's parent (the block before it; the `_root` for the first) and its tokens, packed: those
-        of a full block, or the fewer ones of a tail.
+        """Each block's parent (the block before it; the padding block for the first) and its tokens, packed:
+        those of a full block, or the fewer ones of a tail.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
         block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
@@ -61,7 +56,7 @@ class PrefixCache:
 
         At least its newest token is left to compute, because that gives the logits for the next one.
         """
-        if sequence.unscored:
+        if sequence.unscored or not sequence.request.prefix_cache:
             return []
         count = self._in_common(sequence)
         # Whose child is still there, that is, too.
@@ -75,7 +70,7 @@ class PrefixCache:
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
-        if self._root(sequence) is not None:
+        if sequence.request.prefix_cache:
             self._registered[sequence] = len(sequence.blocks)
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
 
@@ -84,7 +79,7 @@ class PrefixCache:
 
         Nobody holds the block: it is to be copied by the step that is being scheduled.
         """
-        if sequence.request.prefix_group is None or sequence not in self._registered or sequence.unscored:
+        if not sequence.request.shares_tail or sequence not in self._registered or sequence.unscored:
             return None
         return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
 
@@ -112,12 +107,11 @@ class PrefixCache:
         Those tokens must be known, and the steps that compute them scheduled.
         """
         count = self._registered.get(sequence)
-        root = self._root(sequence)
-        if count is None or root is None:
+        if count is None:
             return
         size, blocks = self._blocks.block_size, sequence.blocks
         for place in range(count, computed // size):
-            parent = blocks[place - 1] if place else root
+            parent = blocks[place - 1] if place else PADDING_BLOCK
             key = self._key.pack(parent, *sequence.tokens[place * size : (place + 1) * size])
             if key in self._known:
                 del self._registered[sequence]
@@ -131,11 +125,11 @@ class PrefixCache:
     def stop(self, sequence: Sequence, computed: int) -> None:
         """Forget a sequence that stops running, `computed` of whose known tokens were.
 
-        Its registered blocks stay, and so does its tail for the others of its group.
+        Its registered blocks stay, and so does its tail if it is shared.
         """
         self.register(sequence, computed)
         full = self._registered.pop(sequence, None)
-        if full is None or sequence.request.prefix_group is None or not computed % self._blocks.block_size:
+        if full is None or not sequence.request.shares_tail or not computed % self._blocks.block_size:
             return
         key = self._tail_key(sequence, full, computed)
         if key not in self._known:
@@ -166,16 +160,9 @@ class PrefixCache:
 
     def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
         """Return the key of a sequence's tokens behind its first `full` blocks, up to `end`."""
-        parent = sequence.blocks[full - 1] if full else self._root(sequence)
+        parent = sequence.blocks[full - 1] if full else PADDING_BLOCK
         tokens = sequence.tokens[full * self._blocks.block_size : end]
         return struct.pack(f"<{1 + len(tokens)}i", parent, *tokens)
-
-    def _root(self, sequence: Sequence) -> int | None:
-        """Return what stands for the parent of a sequence's first block; None: it shares none."""
-        request = sequence.request
-        if self._enabled and request.prefix_cache:
-            return PADDING_BLOCK
-        return None if request.prefix_group is None else -request.prefix_group
 
     def _in_common(self, sequence: Sequence) -> int:
         """Return how many of the blocks found last are a sequence's, too, if they are still there."""
@@ -184,23 +171,19 @@ class PrefixCache:
             return len(self._found)
         if last is None or last.request.prompt_ids is not sequence.request.prompt_ids:
             return 0
-        if self._root(last) != self._root(sequence):
-            return 0
         tokens = min(len(sequence.request.prompt_ids), len(sequence.tokens) - 1)
         return min(len(self._found), tokens // self._blocks.block_size)
 
     def _first(self, sequence: Sequence) -> list[int]:
         """Return the registered blocks of a sequence's first tokens, full or not, which stand behind none."""
         ends = range(1, min(len(sequence.tokens), self._blocks.block_size) + 1)
-        keys = (self._tail_key(sequence, 0, end) for end in ends if self._root(sequence) is not None)
+        keys = (self._tail_key(sequence, 0, end) for end in ends)
         return [self._known[key] for key in keys if key in self._known]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""
         size, tokens = self._blocks.block_size, sequence.tokens
-        parent = begin[-1] if begin else self._root(sequence)
-        if parent is None:
-            return []
+        parent = begin[-1] if begin else PADDING_BLOCK
         found: list[int] = []
         for start in range(len(begin) * size, len(tokens) - size, size):
             block = self._known.get(self._key.pack(parent, *tokens[start : start + size]))

@@ -154,7 +154,7 @@ class Scheduler:
         self._burst = BurstAllowance(settings.burst_steps)
         self._burst_tokens = settings.largest_step
         self._least_ends = least_ends(self._burst_tokens)
-        self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
+        self._prefixes = PrefixCache(block_manager)
         self._draft_tokens = settings.draft_tokens
         self._drafts = drafts or DraftLimits()
         self._waited = False

@@ -64,8 +64,8 @@ class Request:
     this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
     `logits`: the same for the logits of all of the prompt's tokens; not both.
     `since`: the time in monotonic seconds at which the request came that this one goes on for: it has that
-    one's rank, and is not refused for want of a place. None: it is new. `prefix_group`: requests with the
-    same number, from 1, share their keys and values with each other whatever else is said.
+    one's rank, and is not refused for want of a place. None: it is new. `shares_tail`: what fills no block of
+    its keys and values is shared, too, with others of which this is said.
     """
 
     request_id: str
@@ -78,7 +78,7 @@ class Request:
     prompt_logprobs: int | None = None
     logits: bool = False
     since: float | None = None
-    prefix_group: int | None = None
+    shares_tail: bool = False
 
 
 def check_length(prompt_tokens: int, max_context: int) -> None:

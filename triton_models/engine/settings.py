@@ -37,8 +37,6 @@ class EngineSettings:
     same device; None: what is free."""
     draft_tokens: int = 8
     """Most guesses at one sequence's next tokens in a step (see `Drafter`); 0: none."""
-    prefix_cache: bool = True
-    """Whether sequences that begin with the same tokens share the KV blocks of these."""
     failure_limit: int = 3
     """Consecutive failed steps after which the engine stops."""
 
@@ -47,7 +45,7 @@ class EngineSettings:
         lowest = {"max_waiting": 0, "burst_steps": 0, "draft_tokens": 0, "max_context": 2}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in {"kv_memory_gib", "memory_share", "prefix_cache"} or value is None:
+            if field.name in {"kv_memory_gib", "memory_share"} or value is None:
                 continue
             if value < lowest.get(field.name, 1):
                 raise SettingsError(f"{field.name} must be at least {lowest.get(field.name, 1)}, not {value}")

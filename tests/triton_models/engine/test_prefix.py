@@ -23,13 +23,12 @@ class Table:
         blocks: int = 40,
         max_running: int = 8,
         budget: int = 40,
-        enabled: bool = True,
         answer: int = 9,
     ) -> None:
         self.blocks = BlockManager(blocks, SIZE)
         self.scheduler = Scheduler(
             self.blocks,
-            EngineSettings(max_running=max_running, max_batched_tokens=budget, prefix_cache=enabled),
+            EngineSettings(max_running=max_running, max_batched_tokens=budget),
         )
         self.answer = answer
         self.arrivals = 0
@@ -41,7 +40,7 @@ class Table:
         count: int = 4,
         priority: int = 0,
         shares: bool = True,
-        group: int | None = None,
+        tail: bool = False,
     ) -> Sequence:
         request = Request(
             request_id=str(self.arrivals),
@@ -49,7 +48,7 @@ class Table:
             sampling=SamplingParams(max_tokens=count),
             priority=priority,
             prefix_cache=shares,
-            prefix_group=group,
+            shares_tail=tail,
         )
         sequence = Sequence(request, arrival=self.arrivals, arrived_at=0.0, max_tokens=count)
         self.arrivals += 1
@@ -178,14 +177,6 @@ def test_a_request_may_keep_out(*, first: bool, second: bool) -> None:
     assert work(table.step()) == {"1": (0, 9)}
 
 
-def test_it_can_be_turned_off() -> None:
-    table = Table(enabled=False)
-    table.finish(table.add(range(9)))
-    table.add(range(9))
-    assert work(table.step()) == {"1": (0, 9)}
-    assert len(table.blocks._cached) == 0
-
-
 def test_what_is_found_is_not_cleared() -> None:
     table = Table()
     table.finish(table.add(range(9)))
@@ -311,12 +302,11 @@ def test_what_was_invalid_is_found_by_nobody_though_its_writer_was_preempted() -
     assert again.cached_tokens == 0
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_group_shares_also_what_fills_no_block(enabled: bool) -> None:
-    table = Table(enabled=enabled)
-    first = table.add(range(11), count=1, group=1)
+def test_what_fills_no_block_is_shared_as_a_tail() -> None:
+    table = Table()
+    first = table.add(range(11), count=1, tail=True)
     table.finish(first)
-    branches = [table.add([*range(11), token], count=1, group=1) for token in (50, 51)]
+    branches = [table.add([*range(11), token], count=1, tail=True) for token in (50, 51)]
     step = table.scheduler.schedule()
     assert work(step) == {"1": (11, 12), "2": (11, 12)}
     ((source, one), (again, other)) = step.copies
@@ -327,29 +317,20 @@ def test_a_group_shares_also_what_fills_no_block(enabled: bool) -> None:
     assert table.blocks.references(source) == 0
 
 
-@pytest.mark.parametrize("group", [None, 2])
-def test_nobody_else_finds_it_where_the_cache_is_off(group: int | None) -> None:
-    table = Table(enabled=False)
-    table.finish(table.add(range(11), count=1, group=1))
-    table.add([*range(11), 50], group=group)
-    step = table.step()
-    assert (work(step), step.copies) == ({"1": (0, 12)}, [])
-
-
-@pytest.mark.parametrize(("writer", "finder"), [(None, 1), (1, None), (None, None)])
-def test_who_has_no_group_makes_no_copies(writer: int | None, finder: int | None) -> None:
+@pytest.mark.parametrize(("writer", "finder"), [(False, True), (True, False), (False, False)])
+def test_who_shares_no_tail_makes_no_copies(*, writer: bool, finder: bool) -> None:
     table = Table()
-    table.finish(table.add(range(11), count=1, group=writer))
-    table.add([*range(11), 50], group=finder)
+    table.finish(table.add(range(11), count=1, tail=writer))
+    table.add([*range(11), 50], tail=finder)
     step = table.step()
     assert (work(step), step.copies) == ({"1": (8, 12)}, [])
 
 
 def test_what_is_in_a_tail_is_as_long_as_what_is_searched() -> None:
     table = Table()
-    table.finish(table.add(range(11), count=1, group=1))
+    table.finish(table.add(range(11), count=1, tail=True))
     for prompt in (range(11), range(13), [*range(10), 90, 91]):
-        each = table.add(prompt, count=1, group=1)
+        each = table.add(prompt, count=1, tail=True)
         step = table.step()
         assert step.copies == []
         assert work(step)[each.request.request_id][0] == 8 or each.computed > 8
@@ -357,10 +338,10 @@ def test_what_is_in_a_tail_is_as_long_as_what_is_searched() -> None:
 
 def test_a_tail_is_forgotten_with_what_it_stands_behind() -> None:
     table = Table()
-    first = table.add(range(11), count=9, group=1)
+    first = table.add(range(11), count=9, tail=True)
     table.step()
     table.end(table.add(range(9), count=1), invalid=False)
-    second = table.add(range(11), count=1, group=1)
+    second = table.add(range(11), count=1, tail=True)
     table.finish(second)
     assert len(table.scheduler._prefixes._keys) == 3
     table.end(first, invalid=True)
@@ -371,12 +352,12 @@ def test_a_tail_is_forgotten_with_what_it_stands_behind() -> None:
 def test_an_invalid_tail_that_stands_behind_nothing_is_forgotten() -> None:
     """Its writer may have ended before its results were seen."""
     table = Table()
-    table.finish(table.add(range(3), count=1, group=1))
-    table.finish(table.add([7, 7], count=1, group=1))
-    finder = table.add([*range(3), 50], count=9, group=2)
+    table.finish(table.add(range(3), count=1, tail=True))
+    table.finish(table.add([7, 7], count=1, tail=True))
+    finder = table.add([*range(3), 50], count=9, tail=True)
     assert table.step().copies
     table.end(finder, invalid=True)
-    again, other = table.add([*range(3), 50], group=3), table.add([7, 7, 8], group=3)
+    again, other = table.add([*range(3), 50], tail=True), table.add([7, 7, 8], tail=True)
     step = table.step()
     assert work(step) == {"3": (0, 4), "4": (2, 3)}
     assert [target for _, target in step.copies] == other.blocks[:1] != again.blocks[:1]
@@ -434,5 +415,5 @@ def test_choices_of_one_prompt_look_it_up_once() -> None:
     choices = [table.add(prompt, shares=shares) for shares in (True, True, False, True, True)]
     table.step()
     assert [each.cached_tokens for each in choices] == [32, 32, 0, 32, 32]
-    assert counted.packed <= 2 * 8, "once more, behind the one that keeps out"
+    assert counted.packed <= 8
     assert choices[0].blocks[:8] == choices[-1].blocks[:8] != choices[2].blocks[:8]
