@@ -83,24 +83,6 @@ class PrefixCache:
             return None
         return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
 
-    def catch_up(self, sequence: Sequence) -> None:
-        """Let a sequence in PREFILL skip what others computed since its last chunk, using their blocks.
-
-        The others are sequences with the same beginning that came later but outrank it. Call this only
-        between chunks: each chunk sends the sequence's whole block table to the device.
-        """
-        count = self._registered.get(sequence)
-        if count is None or sequence.unscored:
-            return
-        found = self._search(sequence, sequence.blocks[:count])
-        if found:
-            end = count + len(found)
-            self._blocks.retain(found)
-            self._blocks.release(sequence.blocks[count:end])
-            sequence.blocks[count:end] = found
-            sequence.computed = end * self._blocks.block_size
-            self._registered[sequence] = end
-
     def register(self, sequence: Sequence, computed: int) -> None:
         """Register the full blocks among the first `computed` tokens of a running sequence.
 

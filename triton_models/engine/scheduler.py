@@ -222,7 +222,6 @@ class Scheduler:
                 break
             if sequence is started:
                 prefilling.popleft()
-                self._prefixes.catch_up(sequence)
             budget -= self._prefill(sequence, budget, step)
 
     def _plan(self) -> tuple[int, bool]:
