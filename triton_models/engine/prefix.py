@@ -1,12 +1,9 @@
 """The prefix cache: finds the beginnings of sequences among computed KV blocks. Knows nothing of tensors."""
 
 import struct
-from collections import defaultdict
 
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
-
-_PARENT = struct.Struct("<i")
 
 
 class PrefixCache:
@@ -119,26 +116,12 @@ class PrefixCache:
             self._keys[block] = key
             self._blocks.keep(block)
 
-    def invalidate(self, sequence: Sequence) -> None:
-        """Forget every block of a sequence, and every block that other sequences computed after these.
-
-        Blocks that it found, not computed, are suspect too: their writer may have ended before its results
-        were seen. A sequence that was preempted meanwhile holds no blocks: those that its tokens would find
-        are forgotten, too.
-        """
-        self._registered.pop(sequence, None)
-        children = defaultdict(list)
-        for block, key in self._keys.items():
-            children[_PARENT.unpack_from(key)[0]].append(block)
-        gone = [block for block in {*sequence.blocks[:1], *self._first(sequence)} if block in self._keys]
-        for block in gone:
-            gone += children[block]
+    def clear(self) -> None:
+        """Forget every block, since what is in some of them cannot be trusted."""
+        for block in list(self._keys):
             self._forget(block)
             self._blocks.discard(block)
-        lost = set(gone)
-        self._registered = {
-            each: count for each, count in self._registered.items() if not count or each.blocks[0] not in lost
-        }
+        self._registered.clear()
 
     def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
         """Return the key of a sequence's tokens behind its first `full` blocks, up to `end`."""
@@ -155,12 +138,6 @@ class PrefixCache:
             return 0
         tokens = min(len(sequence.request.prompt_ids), len(sequence.tokens) - 1)
         return min(len(self._found), tokens // self._blocks.block_size)
-
-    def _first(self, sequence: Sequence) -> list[int]:
-        """Return the registered blocks of a sequence's first tokens, full or not, which stand behind none."""
-        ends = range(1, min(len(sequence.tokens), self._blocks.block_size) + 1)
-        keys = (self._tail_key(sequence, 0, end) for end in ends)
-        return [self._known[key] for key in keys if key in self._known]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""

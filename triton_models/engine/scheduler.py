@@ -174,10 +174,11 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, invalid: bool = False) -> None:
         """Remove a sequence, waiting or running, and free its blocks.
 
-        `invalid`: what it computed cannot be trusted, and must not be found in the prefix cache.
+        `invalid`: what it computed cannot be trusted, nor what it found (the writer may have ended before its
+        results were seen) and others go on from. So the prefix cache is emptied.
         """
         if invalid:
-            self._prefixes.invalidate(sequence)
+            self._prefixes.clear()
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         else:

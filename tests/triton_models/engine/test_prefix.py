@@ -269,34 +269,20 @@ def test_who_goes_on_alone_after_the_other_has_gone() -> None:
     assert work(table.step()) == {"1": (8, 16)}
 
 
-@pytest.mark.parametrize("culprit", ["writer", "finder"])
-def test_what_was_invalid_is_found_by_nobody(culprit: str) -> None:
+def test_what_was_computed_beside_something_invalid_is_found_by_nobody() -> None:
     table = Table()
-    writer = table.add(range(9), count=12)
-    finder = table.add([*range(8), 50, 51, 52, 53, 54], count=12)
     table.finish(table.add([7] * 9))
-    other = writer if culprit == "finder" else finder
-    table.end(writer if culprit == "writer" else finder, invalid=True)
+    table.finish(table.add([8] * 3, tail=True))
+    sick, other = table.add(range(9), count=12), table.add([*range(8), 50, 51, 52, 53, 54], count=12)
+    table.step()
+    table.end(sick, invalid=True)
+    assert table.scheduler._prefixes._keys == {}
     table.finish(other)
-    for prompt, found in ((range(9), 0), ([*range(8), 50, 51, 52, 53, 54], 8), ([7] * 9, 8)):
+    assert table.blocks.available == table.blocks.blocks
+    for prompt, found in (([*range(8), 50], 0), ([*range(8), 50], 8), ([7] * 9, 0)):
         each = table.add(prompt)
         table.finish(each)
         assert each.cached_tokens == found
-    assert table.blocks.used == 0
-
-
-def test_what_was_invalid_is_found_by_nobody_though_its_writer_was_preempted() -> None:
-    table = Table(blocks=9)
-    winner = table.add([7] * 11, count=20, priority=-1)
-    victim = table.add(range(8), count=20)
-    table.step()
-    while victim.state is not SequenceState.WAITING:
-        table.step()
-    table.end(victim, invalid=True)
-    table.finish(winner)
-    again = table.add(range(9))
-    table.finish(again)
-    assert again.cached_tokens == 0
 
 
 def test_what_fills_no_block_is_shared_as_a_tail() -> None:
@@ -331,33 +317,6 @@ def test_what_is_in_a_tail_is_as_long_as_what_is_searched() -> None:
         step = table.step()
         assert step.copies == []
         assert work(step)[each.request.request_id][0] == 8 or each.computed > 8
-
-
-def test_a_tail_is_forgotten_with_what_it_stands_behind() -> None:
-    table = Table()
-    first = table.add(range(11), count=9, tail=True)
-    table.step()
-    table.end(table.add(range(9), count=1), invalid=False)
-    second = table.add(range(11), count=1, tail=True)
-    table.finish(second)
-    assert len(table.scheduler._prefixes._keys) == 3
-    table.end(first, invalid=True)
-    assert table.scheduler._prefixes._keys == {}
-    assert table.blocks.available == table.blocks.blocks
-
-
-def test_an_invalid_tail_that_stands_behind_nothing_is_forgotten() -> None:
-    """Its writer may have ended before its results were seen."""
-    table = Table()
-    table.finish(table.add(range(3), count=1, tail=True))
-    table.finish(table.add([7, 7], count=1, tail=True))
-    finder = table.add([*range(3), 50], count=9, tail=True)
-    assert table.step().copies
-    table.end(finder, invalid=True)
-    again, other = table.add([*range(3), 50], tail=True), table.add([7, 7, 8], tail=True)
-    step = table.step()
-    assert work(step) == {"3": (0, 4), "4": (2, 3)}
-    assert [target for _, target in step.copies] == other.blocks[:1] != again.blocks[:1]
 
 
 class CountedKeys:
