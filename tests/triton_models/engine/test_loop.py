@@ -11,7 +11,7 @@ from triton_models.engine.engine import Engine, StepStats
 from triton_models.engine.loop import EngineLoop
 from triton_models.engine.sequence import FinishReason, TokenOutput
 from triton_models.engine.settings import EngineSettings
-from triton_models.errors import DuplicateRequestError, EngineStoppedError, PromptTooLongError, QueueFullError
+from triton_models.errors import EngineStoppedError, PromptTooLongError, QueueFullError
 
 SETTINGS = EngineSettings(max_running=4, max_waiting=4, max_batched_tokens=16, block_size=4, kv_blocks=40)
 
@@ -87,8 +87,6 @@ def test_refusals_are_raised_where_the_request_is_added(harness: Harness) -> Non
         harness.loop.add(request(str(number)))
     with pytest.raises(QueueFullError):
         harness.loop.add(request("more"))
-    with pytest.raises(DuplicateRequestError):
-        harness.loop.add(request("0"))
     with pytest.raises(PromptTooLongError):
         harness.loop.add(request("long", [1] * 200))
     assert harness.loop.stats().waiting >= 4
