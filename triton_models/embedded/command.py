@@ -44,23 +44,21 @@ from wire.events import Event, Failed, Notice, write_event
     help="What Triton demands for the repository and more.",
 )
 @model_flags
-@click.option(
-    "--exit-with-stdin", is_flag=True, help="Stop when standard input ends, as it does with the parent."
-)
-def main(*, exit_with_stdin: bool, **arguments: Any) -> None:
+def main(**arguments: Any) -> None:
     """Serve models on the tritonserver of the nvidia-pytriton wheel, on 127.0.0.1 only.
 
-    What happens is said on standard output, one JSON document a line.
+    What happens is said on standard output, one JSON document a line. It stops when standard input ends, as
+    it does with the parent.
     """
     if arguments["names"] and arguments["repository"]:
         raise click.UsageError("--model and --repository exclude each other")
     with asyncio.Runner() as runner:
-        status = runner.run(_run(arguments, exit_with_stdin=exit_with_stdin))
+        status = runner.run(_run(arguments))
         # Here, since the loop's end would give signals back to Python, whose answer is a traceback.
         os._exit(status)
 
 
-async def _run(arguments: Mapping[str, Any], *, exit_with_stdin: bool) -> int:
+async def _run(arguments: Mapping[str, Any]) -> int:
     """Serve until a signal, the end of standard input or of the parent; return the exit status."""
     loop, serving = asyncio.get_running_loop(), asyncio.current_task()
     assert serving is not None  # noqa: S101 - this is a coroutine
@@ -78,8 +76,7 @@ async def _run(arguments: Mapping[str, Any], *, exit_with_stdin: bool) -> int:
     # The loop is woken by a signal, even by one that comes just before it begins to wait.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if exit_with_stdin:
-        threading.Thread(target=_await_end_of_stdin, args=(loop, stop), name="stdin", daemon=True).start()
+    threading.Thread(target=_await_end_of_stdin, args=(loop, stop), name="stdin", daemon=True).start()
     try:
         await _serve(emit, **arguments)
     except asyncio.CancelledError:
