@@ -30,14 +30,10 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """How wide a search is, how answers of different lengths compare, and when it is over.
-
-    Raises:
-        InvalidRequestError: a width that is no number of beams.
-    """
+    """How wide a search is, how answers of different lengths compare, and when it is over."""
 
     width: int
-    """Beams that go on at each position, and answers that are compared at the end."""
+    """Beams, at least one, that go on at each position, and answers that are compared at the end."""
     length_penalty: float = 1.0
     """An answer's score is the sum of its log-probabilities over its number of tokens, the stop id included,
     to this power: more than 0 favours long answers."""
@@ -45,11 +41,6 @@ class BeamParams:
     """Once there are `width` answers, the search is over. False: only if the best beam's score, as long as it
     is now, is no better than the worst answer's. `never`: that score is taken at the full length, if
     `length_penalty` favours long answers."""
-
-    def __post_init__(self) -> None:
-        """Check the width."""
-        if self.width < 1:
-            raise InvalidRequestError(f"a beam search has at least one beam, not {self.width}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
