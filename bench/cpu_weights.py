@@ -80,9 +80,7 @@ def make_engine(size: str, form: str, batch: int) -> Engine:
     model = random_model(
         SIZES[size], dtype=dtype, device=torch.device("cpu"), quantization=quantization, stored=stored
     )
-    settings = EngineSettings(
-        max_running=batch, max_context=512, kv_blocks=(batch + 1) * 32, draft_tokens=0, prefix_cache=False
-    )
+    settings = EngineSettings(max_running=batch, max_context=512, kv_blocks=(batch + 1) * 32, draft_tokens=0)
     return Engine(model, settings)
 
 
@@ -122,7 +120,7 @@ def _run(engine: Engine, batch: int, *, seed: int, new_tokens: int) -> _Seconds:
     prompt = 0.0
     for number in range(batch):
         ids = tuple(dice.choices(range(engine.vocabulary), k=OTHERS if number else PROMPT))
-        engine.add(Request(request_id=str(number), prompt_ids=ids, sampling=params))
+        engine.add(Request(request_id=str(number), prompt_ids=ids, sampling=params, prefix_cache=False))
         if not number:
             engine.step()
             prompt = time.perf_counter() - began

@@ -106,7 +106,7 @@ def triton_command(**options: object) -> list[str]:
     Args:
         options: by the names of its flags; those of a sequence are repeated, None leaves it to the child.
     """
-    command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+    command = [sys.executable, "-m", "triton_models.embedded"]
     for name, value in options.items():
         for each in value if isinstance(value, tuple) else () if value is None else (value,):
             command += ["--" + name.replace("_", "-"), str(each)]

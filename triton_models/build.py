@@ -12,16 +12,16 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 
-from triton_models.directory import check_checkpoint, detect_format, find_shards
+from triton_models.directory import check_checkpoint, find_shards
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
 from triton_models.environment import SUFFIX, pack
 from triton_models.errors import CheckpointError, EnvironmentPackError
-from triton_models.options import Value
 
 TRITON = "26.07-py3"
 """The tag of NVIDIA's image, as in deploy/docker/triton.Dockerfile."""
@@ -148,7 +148,7 @@ def main(
     constraints: tuple[Path, ...],
     packed: bool,
     archive: Path | None,
-    **options: Value | None,
+    **options: Any,
 ) -> None:
     """Write a model repository that needs nothing but a stock Triton, and a Dockerfile for it."""
     if out.exists() and any(out.iterdir()):
@@ -159,12 +159,10 @@ def main(
         )
     try:
         folder_name, checkpoint = read_model_argument(model)
-        chat_format, engine = options["format"], options["engine"]
-        check_checkpoint(
-            checkpoint, None if chat_format is None else str(chat_format), any_type=engine == "transformers"
+        # The directory's name may tell the format, and the copy has another.
+        options["format"] = check_checkpoint(
+            checkpoint, options["format"], any_type=options["engine"] == "transformers"
         )
-        # The directory's name may tell it, and the copy has another.
-        options["format"] = chat_format or detect_format(checkpoint)
         entry = ModelEntry(
             name=name or folder_name,
             checkpoint="checkpoint",

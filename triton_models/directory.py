@@ -100,8 +100,10 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_type: bool = False) -> None:
+def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_type: bool = False) -> str:
     """Check that a directory has what loading it will look for, as far as that can be told without torch.
+
+    Returns the chat format.
 
     Args:
         directory: the checkpoint's.
@@ -117,11 +119,13 @@ def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_typ
     if not any_type:
         check_model_type(path, config)
     find_shards(directory)
-    template = (chat_format or detect_format(directory)) == "template"
+    found = chat_format or detect_format(directory)
+    template = found == "template"
     tokenizer = directory / (TOKENIZER_JSON if template else TOKENIZER_FILE)
     if not tokenizer.is_file():
         written = "; transformers' save_pretrained writes it, too" if template else ""
         raise CheckpointError(f"{tokenizer}: missing; it is among the published files{written}")
+    return found
 
 
 def check_model_type(path: Path, raw: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from triton_models.options import DEVICE, Value, check_options
+from triton_models.options import DEVICE, Value
 from triton_models.signature import DATA_TYPE, INPUTS, MAX_BATCH_SIZE, OUTPUTS
 from wire import history, names, strings
 from wire.request import Generation, encode_request
@@ -43,8 +43,8 @@ class ModelEntry:
     """A model to be served.
 
     Raises:
-        ValueError: the name cannot be used as a folder name and URL segment, the device is neither `cpu`
-            nor `cuda:N`, or an option does not exist or has a value that does not fit.
+        ValueError: the name cannot be used as a folder name and URL segment, or the device is neither `cpu`
+            nor `cuda:N`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ModelEntry:
     """The archive or folder of the Python environment in which the stub runs (see environment.py); None: the
     server's own. `$$TRITON_MODEL_DIRECTORY` in the path stands for the entry's folder."""
     options: Mapping[str, Value | None] = field(default_factory=dict)
-    """By name (`options.OPTIONS`); those that are absent or None are left to the engine."""
+    """By name (`options.OPTIONS`), with values that fit; absent ones and None are left to the engine."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -68,7 +68,6 @@ class ModelEntry:
             )
         if not DEVICE.fullmatch(self.device):
             raise ValueError(f"{self.device!r} is not a device: cpu or cuda:N")
-        check_options({name: value for name, value in self.options.items() if value is not None})
 
 
 def write_entry(repository: Path, *, model: ModelEntry) -> None:

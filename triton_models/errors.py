@@ -15,7 +15,6 @@ ModelError
     ├── InvalidRequestError
     ├── PromptTooLongError
     ├── QueueFullError
-    ├── DuplicateRequestError
     ├── ChannelLostError
     └── EngineStoppedError
 
@@ -90,10 +89,6 @@ class PromptTooLongError(RequestRefusedError):
 
 class QueueFullError(RequestRefusedError):
     """The engine holds as many open requests as it can."""
-
-
-class DuplicateRequestError(RequestRefusedError):
-    """A request with this id is open already."""
 
 
 class ChannelLostError(RequestRefusedError):

@@ -82,15 +82,6 @@ class Option:
         except ValueError:
             what = "a whole number" if self.kind is int else "a number"
             raise ValueError(f"{self.name}: {text!r} is not {what}") from None
-        self.check(value)
-        return value
-
-    def check(self, value: Value) -> None:
-        """Check a value.
-
-        Raises:
-            ValueError: it is out of range or not among the choices; the message names the option.
-        """
         if isinstance(value, str):
             fits = not self.choices or value in self.choices
         else:
@@ -98,6 +89,7 @@ class Option:
             fits = low and (self.most is None or value <= self.most)  # nan does not fit any limit
         if not fits:
             raise ValueError(f"{self.name} must be {self.range_text}, not {value}")
+        return value
 
 
 OPTIONS: Final = (
@@ -224,18 +216,6 @@ OPTIONS: Final = (
 """Every option, in the order of help texts and tables."""
 
 _BY_NAME: Final = {option.name: option for option in OPTIONS}
-
-
-def check_options(options: Options) -> None:
-    """Check values by name.
-
-    Raises:
-        ValueError: there is no such option, or a value does not fit; the message names the option.
-    """
-    for name, value in options.items():
-        if name not in _BY_NAME:
-            raise ValueError(f"{name!r} is no option; known: {', '.join(_BY_NAME)}")
-        _BY_NAME[name].check(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class FaultyServer:
         return None
 
     def _start_triton(self) -> Ready:
-        command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+        command = [sys.executable, "-m", "triton_models.embedded"]
         process = self._stack.enter_context(
             subprocess.Popen(
                 [*command, "--repository", str(self._repository)],

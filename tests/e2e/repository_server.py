@@ -34,7 +34,7 @@ class RepositoryServer:
         self._stack.close()
 
     def _start(self) -> Ready:
-        command = [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
+        command = [sys.executable, "-m", "triton_models.embedded"]
         self._process = process = subprocess.Popen(
             [*command, "--repository", str(self._repository)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

@@ -32,8 +32,8 @@ def test_command_line() -> None:
     command = triton_command(
         model=("a=/x", "/y"), metrics_port=0, device="cuda:1", max_context=None, kv_memory_gib=1.5
     )
-    assert command[:4] == [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin"]
-    assert " ".join(command[4:]) == (
+    assert command[:3] == [sys.executable, "-m", "triton_models.embedded"]
+    assert " ".join(command[3:]) == (
         "--model a=/x --model /y --metrics-port 0 --device cuda:1 --kv-memory-gib 1.5"
     )
 
@@ -43,7 +43,7 @@ def plan(device: str, count: int | None, **more: object) -> list[Replica]:
 
 
 def flags(replica: Replica) -> str:
-    return " ".join(replica.command[4:])
+    return " ".join(replica.command[3:])
 
 
 def test_one_replica_has_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,12 +122,6 @@ def test_a_device_that_is_none_is_refused(device: str) -> None:
         ModelEntry(name="m", checkpoint="/c", device=device)
 
 
-@pytest.mark.parametrize("options", [{"max_context": 1}, {"max_contxt": 5}])
-def test_an_option_that_cannot_be_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="max_cont"):
-        ModelEntry(name="m", checkpoint="/c", options=options)
-
-
 def _as_the_model_reads(entry: Path) -> EntryParameters:
     parameters = {key: {"string_value": p.string_value} for key, p in read(entry).parameters.items()}
     return read_parameters(

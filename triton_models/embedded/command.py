@@ -44,23 +44,21 @@ from wire.events import Event, Failed, Notice, write_event
     help="What Triton demands for the repository and more.",
 )
 @model_flags
-@click.option(
-    "--exit-with-stdin", is_flag=True, help="Stop when standard input ends, as it does with the parent."
-)
-def main(*, exit_with_stdin: bool, **arguments: Any) -> None:
+def main(**arguments: Any) -> None:
     """Serve models on the tritonserver of the nvidia-pytriton wheel, on 127.0.0.1 only.
 
-    What happens is said on standard output, one JSON document a line.
+    What happens is said on standard output, one JSON document a line. It stops when standard input ends, as
+    it does with the parent.
     """
     if arguments["names"] and arguments["repository"]:
         raise click.UsageError("--model and --repository exclude each other")
     with asyncio.Runner() as runner:
-        status = runner.run(_run(arguments, exit_with_stdin=exit_with_stdin))
+        status = runner.run(_run(arguments))
         # Here, since the loop's end would give signals back to Python, whose answer is a traceback.
         os._exit(status)
 
 
-async def _run(arguments: Mapping[str, Any], *, exit_with_stdin: bool) -> int:
+async def _run(arguments: Mapping[str, Any]) -> int:
     """Serve until a signal, the end of standard input or of the parent; return the exit status."""
     loop, serving = asyncio.get_running_loop(), asyncio.current_task()
     assert serving is not None  # noqa: S101 - this is a coroutine
@@ -78,8 +76,7 @@ async def _run(arguments: Mapping[str, Any], *, exit_with_stdin: bool) -> int:
     # The loop is woken by a signal, even by one that comes just before it begins to wait.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    if exit_with_stdin:
-        threading.Thread(target=_await_end_of_stdin, args=(loop, stop), name="stdin", daemon=True).start()
+    threading.Thread(target=_await_end_of_stdin, args=(loop, stop), name="stdin", daemon=True).start()
     try:
         await _serve(emit, **arguments)
     except asyncio.CancelledError:
@@ -128,15 +125,15 @@ async def _serve(
             arguments += [*NO_CONTEXT, "--disable-auto-complete-config"]
         else:
             configs = repository.glob("*/config.pbtxt")  # noqa: ASYNC240 - nothing waits yet
-            served = sorted(config.parent.name for config in configs)
+            served = dict.fromkeys(sorted(config.parent.name for config in configs))
             if not served:
                 raise SetupError(f"{repository} holds no model: no folder with a config.pbtxt")
         installation.link_backends(run.backends)
         ports = Ports(grpc=grpc_port, metrics=metrics_port)
         where = (repository or run.repository).resolve()
         server = TritonServer(installation, run, where, ports, arguments, repository_key)
-        tokenizers = models.template_folders(names, options["format"])
-        await Supervisor(server, served, emit, tokenizers).run()
+        tokenizers = [f"{name}={folder}" for name, folder in served.items() if folder is not None]
+        await Supervisor(server, list(served), emit, tokenizers).run()
     except EmbeddedError as error:
         kept = run.log.exists() and run.log.stat().st_size > 0
         raise EmbeddedError(f"{error} (log: {run.keep_log()})" if kept else str(error)) from error

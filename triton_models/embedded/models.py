@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import click
 
-from triton_models.directory import check_checkpoint, detect_format
+from triton_models.directory import check_checkpoint
 from triton_models.embedded.errors import SetupError
 from triton_models.errors import CheckpointError
 from triton_models.options import OPTIONS, Option, Options, Value
@@ -110,11 +110,17 @@ def _is_pointer(path: Path) -> bool:
         return file.read(len(_POINTER)) == _POINTER
 
 
-def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, options: Options) -> list[str]:
+def write_models(
+    repository: Path, arguments: tuple[str, ...], *, device: str, options: Options
+) -> dict[str, Path | None]:
     """Write the entries of the models in `arguments`, or of the built-in model if there are none.
 
-    Returns the models' names, which are also their entries'. All models have the same device (`cpu` or
-    `cuda:N`) and the same options; of these, those that are None are the engine's to choose.
+    All models have the same device (`cpu` or `cuda:N`) and the same options; of these, those that are None
+    are the engine's to choose.
+
+    Returns:
+        The models' names, which are also their entries', each with the checkpoint's folder if a chat template
+        there writes its conversations.
 
     Raises:
         SetupError: an argument is not a checkpoint that can be served, or a name is invalid or occurs twice.
@@ -123,8 +129,8 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
 
     chosen = {name: value for name, value in options.items() if value is not None}
     models = [_checked(argument, options) for argument in arguments]
-    written: list[str] = []
-    for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
+    written: dict[str, Path | None] = {}
+    for name, path, chat_format in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT, "chatglm3")]:
         if name in written:
             raise SetupError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
         try:
@@ -132,32 +138,15 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
         except ValueError as error:
             raise SetupError(f"--model {path}: {error}") from error
         write_entry(repository, model=entry)
-        written.append(name)
+        written[name] = path if chat_format == "template" else None
     return written
 
 
-def _checked(argument: str, options: Options) -> tuple[str, Path]:
+def _checked(argument: str, options: Options) -> tuple[str, Path, str]:
+    """Return a model's name, its checkpoint's folder and its chat format."""
     name, path = read_model_argument(argument)
+    any_type = options.get("engine") == "transformers"
     try:
-        check_checkpoint(path, options.get("format"), any_type=options.get("engine") == "transformers")
+        return name, path, check_checkpoint(path, options.get("format"), any_type=any_type)
     except CheckpointError as error:
         raise SetupError(f"--model {argument}: {error}") from error
-    return name, path
-
-
-def template_folders(arguments: tuple[str, ...], chat_format: object = None) -> list[str]:
-    """Return NAME=FOLDER of each model in `arguments` whose conversations its chat template writes.
-
-    Args:
-        arguments: as of `write_models`.
-        chat_format: the option `format`; None: the checkpoints say.
-    """
-    found = []
-    for argument in arguments:
-        name, path = read_model_argument(argument)
-        try:
-            if (chat_format or detect_format(path)) == "template":
-                found.append(f"{name}={path}")
-        except CheckpointError:
-            continue  # the model says so itself when it is loaded
-    return found

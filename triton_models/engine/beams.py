@@ -10,7 +10,6 @@ power of the length is that of Wu et al., "Google's neural machine translation s
 """
 
 import enum
-import itertools
 import logging
 import math
 import threading
@@ -20,7 +19,6 @@ from operator import attrgetter, itemgetter
 from typing import Literal
 
 from triton_models.engine.engine import Engine
-from triton_models.engine.prefix import GROUPS_LIMIT
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason, Request, TokenLogprobs, TokenOutput, check_request
 from triton_models.errors import EngineStoppedError, InvalidRequestError
@@ -32,14 +30,10 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """How wide a search is, how answers of different lengths compare, and when it is over.
-
-    Raises:
-        InvalidRequestError: a width that is no number of beams.
-    """
+    """How wide a search is, how answers of different lengths compare, and when it is over."""
 
     width: int
-    """Beams that go on at each position, and answers that are compared at the end."""
+    """Beams, at least one, that go on at each position, and answers that are compared at the end."""
     length_penalty: float = 1.0
     """An answer's score is the sum of its log-probabilities over its number of tokens, the stop id included,
     to this power: more than 0 favours long answers."""
@@ -47,11 +41,6 @@ class BeamParams:
     """Once there are `width` answers, the search is over. False: only if the best beam's score, as long as it
     is now, is no better than the worst answer's. `never`: that score is taken at the full length, if
     `length_penalty` favours long answers."""
-
-    def __post_init__(self) -> None:
-        """Check the width."""
-        if self.width < 1:
-            raise InvalidRequestError(f"a beam search has at least one beam, not {self.width}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +165,6 @@ class _Running:
     logprobs: int
     """How many of the most likely tokens each step reports."""
     arrived_at: float
-    group: int
     state: _State = _State.RUNNING
     members: dict[str, int] = field(default_factory=dict)
     """The beams' requests in the engine: the place of each."""
@@ -201,7 +189,7 @@ class _Running:
                 priority=request.priority,
                 deadline=request.deadline,
                 since=self.arrived_at if beam.tokens else None,
-                prefix_group=self.group,
+                shares_tail=True,
             )
             for member, beam in zip(self.members, beams, strict=True)
         ]
@@ -263,7 +251,6 @@ class BeamSearches:
         self._engine = engine
         self._lock = threading.Lock()
         """Held while a search goes on to its next step, which a cancel must not miss."""
-        self._groups = itertools.count()
         self._answers: dict[str, _Running] = {}
         """The open searches by the ids of their answers."""
         self._members: dict[str, _Running] = {}
@@ -328,7 +315,6 @@ class BeamSearches:
             search,
             logprobs=min(vocabulary, max(search.candidates, request.sampling.logprobs or 0)),
             arrived_at=self._engine.clock(),
-            group=next(self._groups) % GROUPS_LIMIT + 1,
         )
 
     def _take_or_fail(self, running: _Running, output: TokenOutput) -> list[TokenOutput]:

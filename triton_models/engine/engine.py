@@ -25,12 +25,7 @@ from triton_models.engine.sequence import (
 )
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.step import Sampled, Step
-from triton_models.errors import (
-    DuplicateRequestError,
-    EngineStoppedError,
-    InvalidRequestError,
-    QueueFullError,
-)
+from triton_models.errors import EngineStoppedError, InvalidRequestError, QueueFullError
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +118,11 @@ class Engine:
         return self._intake.open
 
     def add(self, *requests: Request) -> None:
-        """Take requests, all or none; later steps produce their outputs.
+        """Take requests, all or none, with ids of which none is open; later steps produce their outputs.
 
         Raises:
             PromptTooLongError: the context cannot hold one.
             InvalidRequestError: a token id outside the vocabulary, an empty prompt, or too many at once.
-            DuplicateRequestError: a request with one of the ids is open.
             QueueFullError: over `max_running + max_waiting` requests would be open.
             EngineStoppedError: the engine has stopped.
         """
@@ -389,24 +383,20 @@ class Intake:
 
         Raises:
             EngineStoppedError: the engine takes no more requests.
-            DuplicateRequestError: a request with one of the ids is open.
             InvalidRequestError: there are more of them than may ever be open.
             QueueFullError: too many other requests are open; not for those that go on for one that was.
         """
         new = sum(each.request.since is None for each in sequences)
-        by_id = {sequence.request.request_id: sequence for sequence in sequences}
         with self._lock:
             if self._closed:
                 raise EngineStoppedError("the engine has stopped")
-            if known := by_id.keys() & self._open.keys():
-                raise DuplicateRequestError(f"request {min(known)!r} is open already")
             if new > self._limit:
                 raise InvalidRequestError(
                     f"{new} requests at once are more than the {self._limit} that may be open"
                 )
             if new and len(self._open) + new > self._limit:
                 raise QueueFullError(f"{len(self._open)} requests are open already")
-            self._open |= by_id
+            self._open |= {each.request.request_id: each for each in sequences}
             self._new += sequences
 
     def cancel(self, request_id: str) -> bool:

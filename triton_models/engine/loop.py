@@ -14,8 +14,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_STOPPED = "the engine was stopped"
-
 IDLE_TURN_SECONDS = 0.5
 """How often an idle loop iterates, to keep its heartbeat fresh."""
 
@@ -33,7 +31,7 @@ class EngineLoop:
         engine: Engine,
         *,
         on_outputs: Callable[[list[TokenOutput]], None],
-        on_step: Callable[[StepStats], None] | None = None,
+        on_step: Callable[[StepStats], None],
     ) -> None:
         self._engine = engine
         self._searches = BeamSearches(engine)
@@ -60,16 +58,10 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every open request with SHUTDOWN and join the thread, which ends after its current step.
-
-        May be called again, and before `start`. From a callback it does not wait.
-        """
+        """End every open request with SHUTDOWN and join the thread, which ends after its current step."""
         self._stopping = True
         self._wake.set()
-        if self._thread.ident is None:
-            self._end(FinishReason.SHUTDOWN, _STOPPED)
-        elif self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def add(self, *requests: Request | BeamRequest) -> None:
         """Add requests, all or none; raises at once what `BeamSearches.add` raises."""
@@ -96,7 +88,7 @@ class EngineLoop:
                 if not self._turn():
                     self._wake.wait(IDLE_TURN_SECONDS)
             if self._stopping:
-                reason, error = FinishReason.SHUTDOWN, _STOPPED
+                reason, error = FinishReason.SHUTDOWN, "the engine was stopped"
             else:
                 log.critical("the engine stops after %d failed steps in a row", self._failures)
         except Exception:
@@ -121,8 +113,7 @@ class EngineLoop:
         if stats is None:
             return False
         self._failures = 0
-        if self._on_step is not None:
-            self._call(self._on_step, stats)
+        self._call(self._on_step, stats)
         return True
 
     def _deliver(self) -> None:

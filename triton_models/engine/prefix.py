@@ -1,15 +1,9 @@
 """The prefix cache: finds the beginnings of sequences among computed KV blocks. Knows nothing of tensors."""
 
 import struct
-from collections import defaultdict
 
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
-
-_PARENT = struct.Struct("<i")
-
-GROUPS_LIMIT = 2**31 - 1
-"""Largest number of a group of requests; a key holds it with its sign."""
 
 
 class PrefixCache:
@@ -25,22 +19,20 @@ class PrefixCache:
       release from the end, so a parent outlives its children. If another sequence registered the same tokens
       first, the later one's blocks from there on stay unregistered.
     * The last block of a sequence is not full, and is written while the sequence goes on. Once it stops,
-      others of its group can find that block by all of its tokens (`tail`), and copy it.
-    * With `enabled` False, or a request's `prefix_cache` False, blocks are neither looked up nor registered;
-      only requests of one group still share theirs, with each other alone.
+      others can find that block by all of its tokens (`tail`), and copy it, if both requests share theirs.
+    * With a request's `prefix_cache` False, blocks are neither looked up nor registered.
     * While log-probabilities or logits of a sequence's prompt are still to be reported, nothing is looked up
       for it: they can only be had by computing the prompt.
     """
 
-    def __init__(self, blocks: BlockManager, *, enabled: bool = True) -> None:
+    def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._enabled = enabled
         # Bytes and numbers, not tuples or nodes of a tree: there may be hundreds of thousands, and these are
         # small and ignored by the garbage collector.
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        """Each block's parent (the block before it; the `_root` for the first) and its tokens, packed: those
-        of a full block, or the fewer ones of a tail.
+        """Each block's parent (the block before it; the padding block for the first) and its tokens, packed:
+        those of a full block, or the fewer ones of a tail.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
         block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
@@ -61,7 +53,7 @@ class PrefixCache:
 
         At least its newest token is left to compute, because that gives the logits for the next one.
         """
-        if sequence.unscored:
+        if sequence.unscored or not sequence.request.prefix_cache:
             return []
         count = self._in_common(sequence)
         # Whose child is still there, that is, too.
@@ -75,7 +67,7 @@ class PrefixCache:
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
-        if self._root(sequence) is not None:
+        if sequence.request.prefix_cache:
             self._registered[sequence] = len(sequence.blocks)
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
 
@@ -84,27 +76,9 @@ class PrefixCache:
 
         Nobody holds the block: it is to be copied by the step that is being scheduled.
         """
-        if sequence.request.prefix_group is None or sequence not in self._registered or sequence.unscored:
+        if not sequence.request.shares_tail or sequence not in self._registered or sequence.unscored:
             return None
         return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
-
-    def catch_up(self, sequence: Sequence) -> None:
-        """Let a sequence in PREFILL skip what others computed since its last chunk, using their blocks.
-
-        The others are sequences with the same beginning that came later but outrank it. Call this only
-        between chunks: each chunk sends the sequence's whole block table to the device.
-        """
-        count = self._registered.get(sequence)
-        if count is None or sequence.unscored:
-            return
-        found = self._search(sequence, sequence.blocks[:count])
-        if found:
-            end = count + len(found)
-            self._blocks.retain(found)
-            self._blocks.release(sequence.blocks[count:end])
-            sequence.blocks[count:end] = found
-            sequence.computed = end * self._blocks.block_size
-            self._registered[sequence] = end
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Register the full blocks among the first `computed` tokens of a running sequence.
@@ -112,12 +86,11 @@ class PrefixCache:
         Those tokens must be known, and the steps that compute them scheduled.
         """
         count = self._registered.get(sequence)
-        root = self._root(sequence)
-        if count is None or root is None:
+        if count is None:
             return
         size, blocks = self._blocks.block_size, sequence.blocks
         for place in range(count, computed // size):
-            parent = blocks[place - 1] if place else root
+            parent = blocks[place - 1] if place else PADDING_BLOCK
             key = self._key.pack(parent, *sequence.tokens[place * size : (place + 1) * size])
             if key in self._known:
                 del self._registered[sequence]
@@ -131,11 +104,11 @@ class PrefixCache:
     def stop(self, sequence: Sequence, computed: int) -> None:
         """Forget a sequence that stops running, `computed` of whose known tokens were.
 
-        Its registered blocks stay, and so does its tail for the others of its group.
+        Its registered blocks stay, and so does its tail if it is shared.
         """
         self.register(sequence, computed)
         full = self._registered.pop(sequence, None)
-        if full is None or sequence.request.prefix_group is None or not computed % self._blocks.block_size:
+        if full is None or not sequence.request.shares_tail or not computed % self._blocks.block_size:
             return
         key = self._tail_key(sequence, full, computed)
         if key not in self._known:
@@ -143,39 +116,18 @@ class PrefixCache:
             self._keys[block] = key
             self._blocks.keep(block)
 
-    def invalidate(self, sequence: Sequence) -> None:
-        """Forget every block of a sequence, and every block that other sequences computed after these.
-
-        Blocks that it found, not computed, are suspect too: their writer may have ended before its results
-        were seen. A sequence that was preempted meanwhile holds no blocks: those that its tokens would find
-        are forgotten, too.
-        """
-        self._registered.pop(sequence, None)
-        children = defaultdict(list)
-        for block, key in self._keys.items():
-            children[_PARENT.unpack_from(key)[0]].append(block)
-        gone = [block for block in {*sequence.blocks[:1], *self._first(sequence)} if block in self._keys]
-        for block in gone:
-            gone += children[block]
+    def clear(self) -> None:
+        """Forget every block, since what is in some of them cannot be trusted."""
+        for block in list(self._keys):
             self._forget(block)
             self._blocks.discard(block)
-        lost = set(gone)
-        self._registered = {
-            each: count for each, count in self._registered.items() if not count or each.blocks[0] not in lost
-        }
+        self._registered.clear()
 
     def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
         """Return the key of a sequence's tokens behind its first `full` blocks, up to `end`."""
-        parent = sequence.blocks[full - 1] if full else self._root(sequence)
+        parent = sequence.blocks[full - 1] if full else PADDING_BLOCK
         tokens = sequence.tokens[full * self._blocks.block_size : end]
         return struct.pack(f"<{1 + len(tokens)}i", parent, *tokens)
-
-    def _root(self, sequence: Sequence) -> int | None:
-        """Return what stands for the parent of a sequence's first block; None: it shares none."""
-        request = sequence.request
-        if self._enabled and request.prefix_cache:
-            return PADDING_BLOCK
-        return None if request.prefix_group is None else -request.prefix_group
 
     def _in_common(self, sequence: Sequence) -> int:
         """Return how many of the blocks found last are a sequence's, too, if they are still there."""
@@ -184,23 +136,13 @@ class PrefixCache:
             return len(self._found)
         if last is None or last.request.prompt_ids is not sequence.request.prompt_ids:
             return 0
-        if self._root(last) != self._root(sequence):
-            return 0
         tokens = min(len(sequence.request.prompt_ids), len(sequence.tokens) - 1)
         return min(len(self._found), tokens // self._blocks.block_size)
-
-    def _first(self, sequence: Sequence) -> list[int]:
-        """Return the registered blocks of a sequence's first tokens, full or not, which stand behind none."""
-        ends = range(1, min(len(sequence.tokens), self._blocks.block_size) + 1)
-        keys = (self._tail_key(sequence, 0, end) for end in ends if self._root(sequence) is not None)
-        return [self._known[key] for key in keys if key in self._known]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""
         size, tokens = self._blocks.block_size, sequence.tokens
-        parent = begin[-1] if begin else self._root(sequence)
-        if parent is None:
-            return []
+        parent = begin[-1] if begin else PADDING_BLOCK
         found: list[int] = []
         for start in range(len(begin) * size, len(tokens) - size, size):
             block = self._known.get(self._key.pack(parent, *tokens[start : start + size]))

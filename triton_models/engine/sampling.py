@@ -1,44 +1,17 @@
 """A request's sampling parameters."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from triton_models.errors import InvalidRequestError, TokenMaskError
 
-TOP_LOGPROBS_LIMIT = 20
-"""Alternatives that are reported beside a token."""
-
-CANDIDATES_LIMIT = 256
-"""Most likely tokens that are found for one: a beam search looks at as many as it has beams and stop ids."""
-
-LARGEST = 1e6
-"""Largest temperature and bias: far beyond any use, and far from float32's limit."""
-
 TOP_K_LIMIT = 2**31 - 1
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it would only turn rounding noise into a choice."""
-
-_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "temperature": (0, LARGEST),
-        "top_k": (0, TOP_K_LIMIT),
-        "min_p": (0, 1),
-        # vLLM takes anything over 0; values further from 1 only push logits towards float32's limit.
-        "repetition_penalty": (0.01, 100),
-        "presence_penalty": (-2, 2),  # OpenAI's range, as for the next one
-        "frequency_penalty": (-2, 2),
-        "seed": (-(2**63), 2**63 - 1),
-        "max_tokens": (1, math.inf),
-        "min_tokens": (0, math.inf),
-        "logprobs": (0, CANDIDATES_LIMIT),
-    }
-)
 
 
 class TokenMask(Protocol):
@@ -96,8 +69,10 @@ class BatchedMask(TokenMask, Protocol):
 class SamplingParams:
     """How the tokens of one request are chosen; never affects other requests.
 
+    Values are within the ranges of a request's (`wire.sampling`), which was checked when it came.
+
     Raises:
-        InvalidRequestError: a value out of range, or a contradiction.
+        InvalidRequestError: a top_k over `TOP_K_LIMIT`, or `min_tokens` over `max_tokens`.
     """
 
     temperature: float = 1.0
@@ -135,8 +110,11 @@ class SamplingParams:
     """True if nothing but a temperature and a seed is set."""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
-        self._check()
+        """Check what a request may ask for in vain, and derive the rest."""
+        if self.top_k > TOP_K_LIMIT:
+            raise InvalidRequestError(f"top_k must be 0 to {TOP_K_LIMIT}, not {self.top_k}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         # Computed once, since every step reads these for every sequence.
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
         object.__setattr__(self, "greedy", self.temperature < GREEDY_BELOW)
@@ -145,16 +123,3 @@ class SamplingParams:
         asks_more = self.truncated or self.penalised or self.logit_bias or self.min_tokens
         reports = self.mask is not None or self.logprobs is not None
         object.__setattr__(self, "plain", not (asks_more or reports))
-
-    def _check(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                allowed = f"at least {least}" if most == math.inf else f"{least} to {most}"
-                raise InvalidRequestError(f"{name} must be {allowed}, not {value}")
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(f"top_p must be over 0 and at most 1, not {self.top_p}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        if not all(abs(value) <= LARGEST for value in self.logit_bias.values()):
-            raise InvalidRequestError(f"logit_bias values must be within {LARGEST:g} of 0")

@@ -157,7 +157,7 @@ class Scheduler:
         self._burst = BurstAllowance(settings.burst_steps)
         self._burst_tokens = settings.largest_step
         self._least_ends = least_ends(self._burst_tokens)
-        self._prefixes = PrefixCache(block_manager, enabled=settings.prefix_cache)
+        self._prefixes = PrefixCache(block_manager)
         self._draft_tokens = settings.draft_tokens
         self.drafts = drafts or DraftLimits()
         self._max_running = settings.max_running
@@ -175,10 +175,11 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, invalid: bool = False) -> None:
         """Remove a sequence, waiting or running, and free its blocks.
 
-        `invalid`: what it computed cannot be trusted, and must not be found in the prefix cache.
+        `invalid`: what it computed cannot be trusted, nor what it found (the writer may have ended before its
+        results were seen) and others go on from. So the prefix cache is emptied.
         """
         if invalid:
-            self._prefixes.invalidate(sequence)
+            self._prefixes.clear()
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         else:
@@ -222,7 +223,6 @@ class Scheduler:
                 break
             if sequence is started:
                 prefilling.popleft()
-                self._prefixes.catch_up(sequence)
             budget -= self._prefill(sequence, budget, step)
 
     def _plan(self) -> tuple[int, bool]:

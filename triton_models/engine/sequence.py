@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from triton_models.engine.drafts import Drafter
-from triton_models.engine.sampling import TOP_LOGPROBS_LIMIT, SamplingParams
+from triton_models.engine.sampling import SamplingParams
 from triton_models.errors import InvalidRequestError, PromptTooLongError
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class Request:
     this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
     `logits`: the same for the logits of all of the prompt's tokens; not both.
     `since`: the time in monotonic seconds at which the request came that this one goes on for: it has that
-    one's rank, and is not refused for want of a place. None: it is new. `prefix_group`: requests with the
-    same number, from 1, share their keys and values with each other whatever else is said.
+    one's rank, and is not refused for want of a place. None: it is new. `shares_tail`: what fills no block of
+    its keys and values is shared, too, with others of which this is said.
     """
 
     request_id: str
@@ -78,7 +78,7 @@ class Request:
     prompt_logprobs: int | None = None
     logits: bool = False
     since: float | None = None
-    prefix_group: int | None = None
+    shares_tail: bool = False
 
 
 def check_length(prompt_tokens: int, max_context: int) -> None:
@@ -98,8 +98,8 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
 
     Raises:
         PromptTooLongError: prompt and answer together exceed `max_context` tokens.
-        InvalidRequestError: an empty prompt, a token id outside the vocabulary, an answer that is complete
-            already, or `prompt_logprobs` out of range or with logits.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary, or an answer that is complete
+            already.
     """
     sampling = request.sampling
     length = len(request.prompt_ids)
@@ -115,12 +115,6 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     most = max_context - length if sampling.max_tokens is None else sampling.max_tokens
     if generated >= most:
         raise InvalidRequestError(f"generated has {generated} tokens, and the answer ends at {most}")
-    if request.logits and request.prompt_logprobs is not None:
-        raise InvalidRequestError("logits exclude prompt_logprobs")
-    if not 0 <= (request.prompt_logprobs or 0) <= TOP_LOGPROBS_LIMIT:
-        raise InvalidRequestError(
-            f"prompt_logprobs must be 0 to {TOP_LOGPROBS_LIMIT}, not {request.prompt_logprobs}"
-        )
     ids = {
         "prompt": request.prompt_ids,
         "generated": request.generated_ids,

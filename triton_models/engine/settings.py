@@ -1,17 +1,16 @@
 """The engine's limits."""
 
-from dataclasses import dataclass, fields
-from math import inf
+from dataclasses import dataclass
 
 from triton_models.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Limits of one engine.
+    """Limits of one engine, each within the range of its option (`triton_models.options`).
 
     Raises:
-        SettingsError: a value out of range, or a contradiction.
+        SettingsError: `max_batched_tokens` is less than `max_running`.
     """
 
     max_context: int | None = None
@@ -29,7 +28,7 @@ class EngineSettings:
     block_size: int = 16
     """Tokens in one KV block."""
     kv_blocks: int | None = None
-    """Number of KV blocks; None: what the memory allows."""
+    """Number of KV blocks, whatever `kv_memory_gib` says; None: what the memory allows."""
     kv_memory_gib: float | None = None
     """Memory for KV blocks, in GiB; None: a share of what is free."""
     memory_share: float | None = None
@@ -37,26 +36,11 @@ class EngineSettings:
     same device; None: what is free."""
     draft_tokens: int = 16
     """Most guesses at one sequence's next tokens in a step (see `Drafter`); 0: none."""
-    prefix_cache: bool = True
-    """Whether sequences that begin with the same tokens share the KV blocks of these."""
     failure_limit: int = 3
     """Consecutive failed steps after which the engine stops."""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
-        lowest = {"max_waiting": 0, "burst_steps": 0, "draft_tokens": 0, "max_context": 2}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in {"kv_memory_gib", "memory_share", "prefix_cache"} or value is None:
-                continue
-            if value < lowest.get(field.name, 1):
-                raise SettingsError(f"{field.name} must be at least {lowest.get(field.name, 1)}, not {value}")
-        if self.kv_memory_gib is not None and not 0 < self.kv_memory_gib < inf:
-            raise SettingsError(f"kv_memory_gib must be over 0 and finite, not {self.kv_memory_gib}")
-        if self.memory_share is not None and not 0 < self.memory_share <= 1:
-            raise SettingsError(f"memory_share must be over 0 and at most 1, not {self.memory_share}")
-        if self.kv_blocks is not None and self.kv_memory_gib is not None:
-            raise SettingsError("kv_blocks and kv_memory_gib exclude each other")
+        """Check that a step can hold what may run."""
         if self.max_batched_tokens < self.max_running:
             raise SettingsError(
                 f"max_batched_tokens {self.max_batched_tokens} is under max_running {self.max_running}:"

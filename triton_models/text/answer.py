@@ -69,7 +69,7 @@ class AnswerStream:
         Args:
             tokenizer: the model's tokenizer.
             chat_format: the model's chat format.
-            stops: the strings that end the answer.
+            stops: the strings that end the answer, none of which is empty.
             min_tokens: stop strings are ignored before this many tokens.
             raw: the answer continues text instead of a conversation.
             metadata: the first line of the answer, if it was part of the prompt.
@@ -78,9 +78,6 @@ class AnswerStream:
             include_stop: keep the stop string at the end of the answer.
             show_special: special tokens appear as text.
             echoes: whether `echo` will be called.
-
-        Raises:
-            ValueError: a stop string is empty.
         """
         self._tokenizer = tokenizer
         self._segment_roles = {} if raw or show_special else chat_format.segment_roles
@@ -225,14 +222,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Prepare to match `stops`.
-
-        Raises:
-            ValueError: one of them is empty.
-        """
+        """Prepare to match `stops`, none of which is empty."""
         self._matchers = [_Matcher(stop) for stop in stops]
-        if any(not matcher.stop for matcher in self._matchers):
-            raise ValueError("a stop string must not be empty")
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:

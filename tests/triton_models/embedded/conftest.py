@@ -102,9 +102,7 @@ class Embedded(Tree):
     """`python -m triton_models.embedded` and what it said."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        super().__init__(
-            folder, [sys.executable, "-m", "triton_models.embedded", "--exit-with-stdin", *arguments]
-        )
+        super().__init__(folder, [sys.executable, "-m", "triton_models.embedded", *arguments])
         self.seen: list[events.Event] = []
         self._events: queue.Queue[events.Event | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -37,6 +37,7 @@ class Start:
         self.process = subprocess.Popen(
             [sys.executable, *options, "-m", "triton_models.embedded", "--repository", str(repository)],
             env=os.environ | {"TMPDIR": str(folder)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

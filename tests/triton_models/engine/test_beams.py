@@ -221,9 +221,8 @@ def test_it_goes_on_while_a_beam_is_better_than_the_worst_answer() -> None:
     assert [answer.beam.tokens for answer in found.answers] == [(9,), (2, 9)]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_step_computes_one_token_for_each_beam(prefix_cache: bool) -> None:
-    runner = Runner(prefix_cache=prefix_cache, max_batched_tokens=200)
+def test_a_step_computes_one_token_for_each_beam() -> None:
+    runner = Runner(max_batched_tokens=200)
     prompt = [number % 50 for number in range(99)]
     runner.add(search(prompt=prompt, width=8, stop=frozenset()))
     runner.run()
@@ -231,18 +230,7 @@ def test_a_step_computes_one_token_for_each_beam(prefix_cache: bool) -> None:
     assert runner.prefills == [99] + [8] * 11
 
 
-def test_searches_share_with_nobody_where_the_cache_is_off() -> None:
-    runner = Runner(prefix_cache=False)
-    for name in ("s", "t"):
-        runner.add(search(name, max_tokens=3))
-        runner.run()
-    runner.add(request("r", PROMPT))
-    runner.run()
-    assert runner.prefills[3] == runner.prefills[0] == len(PROMPT)
-    assert {each.cached_tokens for outputs in runner.outputs.values() for each in outputs} == {0}
-
-
-def test_the_prompt_is_found_where_the_cache_is_on() -> None:
+def test_the_prompt_of_another_request_is_found() -> None:
     runner = Runner()
     runner.add(request("r", PROMPT))
     runner.run()
@@ -346,8 +334,6 @@ def test_what_can_never_be_is_refused() -> None:
         runner.add(search(width=62))
     with pytest.raises(InvalidRequestError, match="stop_token_ids"):
         runner.add(search(stop=frozenset({61})))
-    with pytest.raises(InvalidRequestError, match="at least one beam"):
-        BeamParams(width=0)
     runner.add(search(max_tokens=None, stop=frozenset()))
     assert [len(each) for each in runner.run().answers()] == [17] * 4
 

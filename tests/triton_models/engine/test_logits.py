@@ -24,7 +24,6 @@ from triton_models.engine.engine import Engine
 from triton_models.engine.scheduler import LOGITS_ROWS
 from triton_models.engine.sequence import FinishReason, Request, TokenOutput
 from triton_models.engine.settings import EngineSettings
-from triton_models.errors import InvalidRequestError
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
 
@@ -102,9 +101,3 @@ def test_they_are_those_of_transformers_on_a_gpu(tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt])).logits[0]
         torch.testing.assert_close(torch.cat(found), expected, atol=1e-3, rtol=1e-3)
-
-
-def test_they_exclude_log_probabilities() -> None:
-    engine = Engine(FakeModel(), SMALL)
-    with pytest.raises(InvalidRequestError, match="exclude"):
-        engine.add(replace(asking("both", [1]), prompt_logprobs=0))

@@ -23,13 +23,12 @@ class Table:
         blocks: int = 40,
         max_running: int = 8,
         budget: int = 40,
-        enabled: bool = True,
         answer: int = 9,
     ) -> None:
         self.blocks = BlockManager(blocks, SIZE)
         self.scheduler = Scheduler(
             self.blocks,
-            EngineSettings(max_running=max_running, max_batched_tokens=budget, prefix_cache=enabled),
+            EngineSettings(max_running=max_running, max_batched_tokens=budget),
         )
         self.answer = answer
         self.arrivals = 0
@@ -41,7 +40,7 @@ class Table:
         count: int = 4,
         priority: int = 0,
         shares: bool = True,
-        group: int | None = None,
+        tail: bool = False,
     ) -> Sequence:
         request = Request(
             request_id=str(self.arrivals),
@@ -49,7 +48,7 @@ class Table:
             sampling=SamplingParams(max_tokens=count),
             priority=priority,
             prefix_cache=shares,
-            prefix_group=group,
+            shares_tail=tail,
         )
         sequence = Sequence(request, arrival=self.arrivals, arrived_at=0.0, max_tokens=count)
         self.arrivals += 1
@@ -178,14 +177,6 @@ def test_a_request_may_keep_out(*, first: bool, second: bool) -> None:
     assert work(table.step()) == {"1": (0, 9)}
 
 
-def test_it_can_be_turned_off() -> None:
-    table = Table(enabled=False)
-    table.finish(table.add(range(9)))
-    table.add(range(9))
-    assert work(table.step()) == {"1": (0, 9)}
-    assert len(table.blocks._cached) == 0
-
-
 def test_what_is_found_is_not_cleared() -> None:
     table = Table()
     table.finish(table.add(range(9)))
@@ -257,18 +248,15 @@ def test_blocks_are_evicted_from_the_end_of_the_text_that_rested_longest(token: 
     assert each.cached_tokens == found
 
 
-def test_who_overtakes_shares_with_the_one_that_was_first() -> None:
+def test_who_overtakes_goes_on_from_where_the_first_is() -> None:
     table = Table(budget=8)
     first = table.add(range(30))
     assert work(table.step()) == {"0": (0, 8)}
-    table.add(range(30), priority=-1)
+    second = table.add(range(30), priority=-1)
     assert work(table.step()) == {"1": (8, 16)}
-    assert work(table.step()) == {"1": (16, 24)}
-    # The last tokens of the important one, and the first goes on from where that is.
-    assert work(table.step()) == {"1": (24, 30), "0": (28, 30)}
-    assert table.blocks.used == 7 + 2
-    assert [table.blocks.references(block) for block in first.blocks] == [2] * 7 + [1]
-    assert first.cached_tokens == 0
+    table.finish(first)
+    assert second.state is SequenceState.FINISHED
+    assert table.blocks.used == 0
 
 
 def test_who_goes_on_alone_after_the_other_has_gone() -> None:
@@ -281,42 +269,27 @@ def test_who_goes_on_alone_after_the_other_has_gone() -> None:
     assert work(table.step()) == {"1": (8, 16)}
 
 
-@pytest.mark.parametrize("culprit", ["writer", "finder"])
-def test_what_was_invalid_is_found_by_nobody(culprit: str) -> None:
+def test_what_was_computed_beside_something_invalid_is_found_by_nobody() -> None:
     table = Table()
-    writer = table.add(range(9), count=12)
-    finder = table.add([*range(8), 50, 51, 52, 53, 54], count=12)
     table.finish(table.add([7] * 9))
-    other = writer if culprit == "finder" else finder
-    table.end(writer if culprit == "writer" else finder, invalid=True)
+    table.finish(table.add([8] * 3, tail=True))
+    sick, other = table.add(range(9), count=12), table.add([*range(8), 50, 51, 52, 53, 54], count=12)
+    table.step()
+    table.end(sick, invalid=True)
+    assert table.scheduler._prefixes._keys == {}
     table.finish(other)
-    for prompt, found in ((range(9), 0), ([*range(8), 50, 51, 52, 53, 54], 8), ([7] * 9, 8)):
+    assert table.blocks.available == table.blocks.blocks
+    for prompt, found in (([*range(8), 50], 0), ([*range(8), 50], 8), ([7] * 9, 0)):
         each = table.add(prompt)
         table.finish(each)
         assert each.cached_tokens == found
-    assert table.blocks.used == 0
 
 
-def test_what_was_invalid_is_found_by_nobody_though_its_writer_was_preempted() -> None:
-    table = Table(blocks=9)
-    winner = table.add([7] * 11, count=20, priority=-1)
-    victim = table.add(range(8), count=20)
-    table.step()
-    while victim.state is not SequenceState.WAITING:
-        table.step()
-    table.end(victim, invalid=True)
-    table.finish(winner)
-    again = table.add(range(9))
-    table.finish(again)
-    assert again.cached_tokens == 0
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_group_shares_also_what_fills_no_block(enabled: bool) -> None:
-    table = Table(enabled=enabled)
-    first = table.add(range(11), count=1, group=1)
+def test_what_fills_no_block_is_shared_as_a_tail() -> None:
+    table = Table()
+    first = table.add(range(11), count=1, tail=True)
     table.finish(first)
-    branches = [table.add([*range(11), token], count=1, group=1) for token in (50, 51)]
+    branches = [table.add([*range(11), token], count=1, tail=True) for token in (50, 51)]
     step = table.scheduler.schedule()
     assert work(step) == {"1": (11, 12), "2": (11, 12)}
     ((source, one), (again, other)) = step.copies
@@ -327,59 +300,23 @@ def test_a_group_shares_also_what_fills_no_block(enabled: bool) -> None:
     assert table.blocks.references(source) == 0
 
 
-@pytest.mark.parametrize("group", [None, 2])
-def test_nobody_else_finds_it_where_the_cache_is_off(group: int | None) -> None:
-    table = Table(enabled=False)
-    table.finish(table.add(range(11), count=1, group=1))
-    table.add([*range(11), 50], group=group)
-    step = table.step()
-    assert (work(step), step.copies) == ({"1": (0, 12)}, [])
-
-
-@pytest.mark.parametrize(("writer", "finder"), [(None, 1), (1, None), (None, None)])
-def test_who_has_no_group_makes_no_copies(writer: int | None, finder: int | None) -> None:
+@pytest.mark.parametrize(("writer", "finder"), [(False, True), (True, False), (False, False)])
+def test_who_shares_no_tail_makes_no_copies(*, writer: bool, finder: bool) -> None:
     table = Table()
-    table.finish(table.add(range(11), count=1, group=writer))
-    table.add([*range(11), 50], group=finder)
+    table.finish(table.add(range(11), count=1, tail=writer))
+    table.add([*range(11), 50], tail=finder)
     step = table.step()
     assert (work(step), step.copies) == ({"1": (8, 12)}, [])
 
 
 def test_what_is_in_a_tail_is_as_long_as_what_is_searched() -> None:
     table = Table()
-    table.finish(table.add(range(11), count=1, group=1))
+    table.finish(table.add(range(11), count=1, tail=True))
     for prompt in (range(11), range(13), [*range(10), 90, 91]):
-        each = table.add(prompt, count=1, group=1)
+        each = table.add(prompt, count=1, tail=True)
         step = table.step()
         assert step.copies == []
         assert work(step)[each.request.request_id][0] == 8 or each.computed > 8
-
-
-def test_a_tail_is_forgotten_with_what_it_stands_behind() -> None:
-    table = Table()
-    first = table.add(range(11), count=9, group=1)
-    table.step()
-    table.end(table.add(range(9), count=1), invalid=False)
-    second = table.add(range(11), count=1, group=1)
-    table.finish(second)
-    assert len(table.scheduler._prefixes._keys) == 3
-    table.end(first, invalid=True)
-    assert table.scheduler._prefixes._keys == {}
-    assert table.blocks.available == table.blocks.blocks
-
-
-def test_an_invalid_tail_that_stands_behind_nothing_is_forgotten() -> None:
-    """Its writer may have ended before its results were seen."""
-    table = Table()
-    table.finish(table.add(range(3), count=1, group=1))
-    table.finish(table.add([7, 7], count=1, group=1))
-    finder = table.add([*range(3), 50], count=9, group=2)
-    assert table.step().copies
-    table.end(finder, invalid=True)
-    again, other = table.add([*range(3), 50], group=3), table.add([7, 7, 8], group=3)
-    step = table.step()
-    assert work(step) == {"3": (0, 4), "4": (2, 3)}
-    assert [target for _, target in step.copies] == other.blocks[:1] != again.blocks[:1]
 
 
 class CountedKeys:
@@ -434,5 +371,5 @@ def test_choices_of_one_prompt_look_it_up_once() -> None:
     choices = [table.add(prompt, shares=shares) for shares in (True, True, False, True, True)]
     table.step()
     assert [each.cached_tokens for each in choices] == [32, 32, 0, 32, 32]
-    assert counted.packed <= 2 * 8, "once more, behind the one that keeps out"
+    assert counted.packed <= 8
     assert choices[0].blocks[:8] == choices[-1].blocks[:8] != choices[2].blocks[:8]

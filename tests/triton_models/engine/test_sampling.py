@@ -1,62 +1,23 @@
-import math
 from typing import Any
 
 import pytest
 
 from tests.triton_models.engine.fake_model import FakeModel, ids, request, run
 from triton_models.engine.engine import Engine
-from triton_models.engine.sampling import LARGEST, TOP_K_LIMIT, SamplingParams
+from triton_models.engine.sampling import TOP_K_LIMIT, SamplingParams
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import InvalidRequestError
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_p": math.nan},
-        {"temperature": 2e6},
-        {"top_k": -1},
-        {"top_k": 2**31},
-        {"min_p": -0.1},
-        {"min_p": 1.1},
-        {"min_p": math.nan},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": -1.0},
-        {"repetition_penalty": 1000.0},
-        {"repetition_penalty": math.nan},
-        {"presence_penalty": 2.1},
-        {"presence_penalty": -2.1},
-        {"frequency_penalty": 2.1},
-        {"frequency_penalty": math.nan},
-        {"seed": 2**63},
-        {"seed": -(2**63) - 1},
-        {"max_tokens": 0},
-        {"min_tokens": -1},
-        {"min_tokens": 5, "max_tokens": 4},
-        {"logprobs": 257},
-        {"logprobs": -1},
-        {"logit_bias": {1: math.nan}},
-        {"logit_bias": {1: math.inf}},
-        {"logit_bias": {1: -2e6}},
-    ],
-)
-def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("values", [{"top_k": 2**31}, {"min_tokens": 5, "max_tokens": 4}])
+def test_what_no_answer_can_have_is_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(values))):
         SamplingParams(**values)
 
 
-def test_the_ends_of_each_range_are_in_it() -> None:
-    SamplingParams(temperature=0, top_p=1, top_k=0, seed=-(2**63), max_tokens=1, min_tokens=1, logprobs=256)
-
-
 def test_the_ends_of_each_range_can_be_sampled() -> None:
     engine = Engine(FakeModel(), EngineSettings())
-    for number, temperature in enumerate([1e-5, LARGEST]):
+    for number, temperature in enumerate([1e-5, 2.0]):
         params = SamplingParams(
             temperature=temperature,
             top_p=1e-12,
@@ -69,7 +30,7 @@ def test_the_ends_of_each_range_can_be_sampled() -> None:
             max_tokens=3,
             min_tokens=3,
             stop_token_ids=frozenset({2}),
-            logit_bias={1: LARGEST, 2: -LARGEST},
+            logit_bias={1: 100.0, 2: -100.0},
             logprobs=20,
         )
         engine.add(request(str(number), sampling=params))

@@ -37,7 +37,6 @@ def scheduler(
         largest_step=max(budget, burst_tokens),
         burst_steps=burst_steps,
         draft_tokens=0,
-        prefix_cache=True,
     )
     return Scheduler(manager, settings), manager
 

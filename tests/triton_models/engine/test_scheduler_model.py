@@ -30,7 +30,7 @@ OPTIONS = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "deadline": st.sampled_from([None, None, None, 3.0, 6.0, 9.0]),
         "prefix_cache": st.sampled_from([True, True, True, False]),
-        "prefix_group": st.sampled_from([None, None, 1, 2]),
+        "shares_tail": st.booleans(),
     }
 )
 
@@ -57,7 +57,6 @@ class SchedulerModel(RuleBasedStateMachine):
     @initialize(
         blocks=st.sampled_from([12, 14, 18, 60]),
         overlap=st.booleans(),
-        prefix_cache=st.sampled_from([True, True, False]),
         burst_steps=st.sampled_from([0, 1, 3, 3]),
         burst_tokens=st.sampled_from([BUDGET, BUDGET, 2 * BUDGET]),
         draft_tokens=st.sampled_from([0, 1, 4]),
@@ -67,7 +66,6 @@ class SchedulerModel(RuleBasedStateMachine):
         blocks: int,
         *,
         overlap: bool,
-        prefix_cache: bool,
         burst_steps: int,
         burst_tokens: int,
         draft_tokens: int,
@@ -78,7 +76,6 @@ class SchedulerModel(RuleBasedStateMachine):
             EngineSettings(
                 max_running=MAX_RUNNING,
                 max_batched_tokens=BUDGET,
-                prefix_cache=prefix_cache,
                 burst_steps=burst_steps,
                 burst_tokens=burst_tokens,
                 draft_tokens=draft_tokens,
@@ -91,7 +88,7 @@ class SchedulerModel(RuleBasedStateMachine):
         self.launched: list[tuple[Sequence, int]] | None = None
         self.open: list[Sequence] = []
         self.ended: list[Sequence] = []
-        """Of a group, the newest last."""
+        """Those that share their tails, the newest last."""
         self.arrivals = 0
 
     @rule(
@@ -109,7 +106,7 @@ class SchedulerModel(RuleBasedStateMachine):
     @rule(prompts=BURSTS, count=st.integers(1, 9), steps=STEPS)
     def burst(self, prompts: list[list[int]], count: int, steps: int) -> None:
         for prompt in prompts:
-            self.open_request(prompt, count, priority=-1, deadline=None, prefix_cache=True, prefix_group=None)
+            self.open_request(prompt, count, priority=-1, deadline=None, prefix_cache=True, shares_tail=False)
         self.steps(steps)
 
     @precondition(lambda self: self.open)
@@ -127,7 +124,7 @@ class SchedulerModel(RuleBasedStateMachine):
     def branch(self, data: st.DataObject, newest: list[int], steps: int) -> None:
         """Go on after one that has ended, as beams do: each with another token."""
         other = data.draw(st.sampled_from(self.ended[-3:]))
-        options = {"prefix_cache": other.request.prefix_cache, "prefix_group": other.request.prefix_group}
+        options = {"prefix_cache": other.request.prefix_cache, "shares_tail": True}
         known = other.tokens[: CONTEXT - 2]
         for token in newest:
             self.open_request([*known[:-1], token], 1, priority=0, deadline=None, **options)
@@ -166,7 +163,7 @@ class SchedulerModel(RuleBasedStateMachine):
         self.scheduler.remove(each, invalid=invalid)
         each.move_to(SequenceState.FINISHED)
         self.open.remove(each)
-        if each.request.prefix_group is not None:
+        if each.request.shares_tail:
             self.ended.append(each)
         assert (each.blocks, each.slot) == ([], None)
         if invalid:
@@ -255,9 +252,9 @@ class SchedulerModel(RuleBasedStateMachine):
     def no_known_block_is_out_of_reach(self) -> None:
         keys = self.scheduler._prefixes._keys
         for block, key in keys.items():
-            parent = int.from_bytes(key[:4], "little", signed=True)
-            assert parent in {PADDING_BLOCK, -1, -2, *keys}
-            assert parent <= 0 or self.blocks.references(parent) >= self.blocks.references(block)
+            parent = int.from_bytes(key[:4], "little")
+            assert parent in {PADDING_BLOCK, *keys}
+            assert parent == PADDING_BLOCK or self.blocks.references(parent) >= self.blocks.references(block)
         assert len(self.blocks._cached) == sum(not self.blocks.references(block) for block in keys)
 
     @invariant()

@@ -27,7 +27,6 @@ from triton_models.engine.models import Operations
 from triton_models.engine.scoring import SLICE_ROWS
 from triton_models.engine.sequence import FinishReason, Request, TokenLogprobs, TokenOutput
 from triton_models.engine.settings import EngineSettings
-from triton_models.errors import InvalidRequestError
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
 
@@ -269,10 +268,3 @@ def test_the_head_sees_slices_of_one_size_and_no_row_more_for_who_did_not_ask() 
     scored = [rows for rows in model.heads if rows > 2]
     assert scored == [SLICE_ROWS] * 3
     assert sum(model.heads) - sum(scored) == 2 * 3
-
-
-@pytest.mark.parametrize("top", [-1, 21])
-def test_more_than_may_be_reported_is_refused(top: int) -> None:
-    engine = Engine(FakeModel(), SMALL)
-    with pytest.raises(InvalidRequestError, match="prompt_logprobs must be 0 to 20"):
-        engine.add(asking("a", [1, 2], top))

@@ -329,8 +329,3 @@ def test_finishing_begins_anew() -> None:
     assert stream.finish() == "a"
     assert stream.push("b") == ("b", None)
     assert stream.finish() == ""
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        StopStrings(["a", ""])

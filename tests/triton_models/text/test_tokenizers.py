@@ -62,9 +62,10 @@ def test_text_comes_back_whole(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
-def test_a_lone_surrogate_is_refused() -> None:
+@pytest.mark.parametrize("name", ["chatglm3", "glm4"])
+def test_a_lone_surrogate_is_refused(tokenizers: dict[str, Tokenizer], name: str) -> None:
     with pytest.raises(TextError, match="lone surrogate at character 2"):
-        TOKENIZER.encode("ab\ud800")
+        tokenizers[name].encode("ab\ud800")
 
 
 @pytest.mark.parametrize("token_id", [-1, 0, 1, 2, PIECES, TOKENIZER.size - 1, TOKENIZER.size, 10**9])
@@ -100,15 +101,18 @@ def test_displayed_bytes_join_to_the_text() -> None:
     assert shown.decode() == " " + text
 
 
-def test_threads_share_one_tokenizer() -> None:
+@pytest.mark.parametrize("name", ["chatglm3", "glm4"])
+def test_threads_share_one_tokenizer(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    shared = tokenizers[name]
     texts = [f"{number} streams 春天学生 {number}" for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda text: TOKENIZER.decode(TOKENIZER.encode(text)), texts)) == texts
+        assert list(pool.map(lambda text: shared.decode(shared.encode(text)), texts)) == texts
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["chatglm3", "glm4"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: cannot be read: No such file"):
-        load_tokenizer(tmp_path, "chatglm3")
+        load_tokenizer(tmp_path, name)
 
 
 @pytest.mark.parametrize("kept", [0, 100, 9000])
@@ -141,11 +145,6 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, options: dict[st
     _train(tmp_path / TOKENIZER_FILE, **options)
     with pytest.raises(CheckpointError, match="treats leading spaces differently"):
         load_tokenizer(tmp_path, "chatglm3")
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2, chatglm3, glm4"):
-        load_tokenizer(GOLDEN / "chatglm3", "glm5")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
@@ -271,11 +270,6 @@ def test_a_panic_is_an_error(glm4: Tokenizer, monkeypatch: pytest.MonkeyPatch) -
         glm4.encode(" " * 1_100_000 + "a")
 
 
-def test_a_lone_surrogate_is_refused_of_byte_pairs(glm4: Tokenizer) -> None:
-    with pytest.raises(TextError, match="lone surrogate at character 2"):
-        glm4.encode("ab\ud800")
-
-
 def test_display_names_what_is_no_text_and_spells_bytes_of_byte_pairs(glm4: Tokenizer) -> None:
     assert glm4.display(glm4.encode("你好")[0]) == ("你好", "你好".encode())
     assert glm4.display(0xE4) == ("\\xe4", b"\xe4")
@@ -284,12 +278,6 @@ def test_display_names_what_is_no_text_and_spells_bytes_of_byte_pairs(glm4: Toke
     assert glm4.display(glm4.size) == (f"<unused {glm4.size}>", b"")
     text = "emoji 👋 and 春天"
     assert b"".join(glm4.display(token_id)[1] for token_id in glm4.encode(text)).decode() == text
-
-
-def test_threads_share_one_tokenizer_of_byte_pairs(glm4: Tokenizer) -> None:
-    texts = [f"{number} streams 春天学生 {number}" for number in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda text: glm4.decode(glm4.encode(text)), texts)) == texts
 
 
 def test_the_order_of_the_lines_does_not_matter(tmp_path: Path, directory: Path, glm4: Tokenizer) -> None:
@@ -324,11 +312,6 @@ ALL = [_line(bytes([byte]), byte) for byte in range(256)]
 def test_a_broken_file_is_named(tmp_path: Path, lines: list[bytes], why: str) -> None:
     (tmp_path / TOKENIZER_FILE).write_bytes(b"".join(lines))
     with pytest.raises(CheckpointError, match=rf"tokenizer\.model: .*({why})"):
-        load_tokenizer(tmp_path, "glm4")
-
-
-def test_a_missing_file_is_named_of_byte_pairs(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model: cannot be read: No such file"):
         load_tokenizer(tmp_path, "glm4")
 
 

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from triton_models.errors import TextError
 from triton_models.text.formats.base import ChatFormat
 from triton_models.text.formats.chatglm2 import ChatGLM2Format
 from triton_models.text.formats.chatglm3 import ChatGLM3Format
@@ -22,10 +21,5 @@ def chat_format(name: str, tokenizer: Tokenizer, template: str | None = None) ->
         name: the format's name in settings and on the wire.
         tokenizer: encodes the text; it must be for the same chat format.
         template: the checkpoint's own `chat_template`, for wording that differs between revisions.
-
-    Raises:
-        TextError: there is no format of that name.
     """
-    if name not in _FORMATS:
-        raise TextError(f"unknown chat format {name!r}; there are {', '.join(_FORMATS)}")
     return _FORMATS[name](tokenizer, template)

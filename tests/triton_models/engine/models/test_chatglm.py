@@ -59,13 +59,14 @@ def test_only_tokens_with_logits_go_through_the_last_feed_forward_part(golden: G
     torch.testing.assert_close(some, whole_passes(model, tokens)[-2:])
 
 
-def check(golden: Golden, engine: Engine, order: list[int]) -> None:
+def check(golden: Golden, engine: Engine, order: list[int], *, prefix_cache: bool = True) -> None:
     """Add the cases in `order`, run, and compare each with the original's answer."""
     for number in order:
         case = golden.cases[number]
         count = len(case["greedy_ids"])
         sampling = SamplingParams(temperature=0.0, max_tokens=count, logprobs=5)
-        engine.add(request(str(number), case["input_ids"], sampling))
+        asked = request(str(number), case["input_ids"], sampling)
+        engine.add(replace(asked, prefix_cache=prefix_cache))
     outputs = run(engine)
     for number in order:
         case = golden.cases[number]
@@ -96,15 +97,9 @@ def test_all_at_once_in_any_order_with_prompts_in_chunks(golden: Golden, seed: i
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_all_at_once_with_too_few_blocks(golden: Golden, *, prefix_cache: bool) -> None:
     longest = max(len(case["input_ids"]) for case in golden.cases) + 24
-    settings = EngineSettings(
-        max_running=16,
-        max_batched_tokens=64,
-        block_size=2,
-        kv_blocks=-(-longest // 2),
-        prefix_cache=prefix_cache,
-    )
+    settings = EngineSettings(max_running=16, max_batched_tokens=64, block_size=2, kv_blocks=-(-longest // 2))
     engine = Engine(golden.model, settings)
-    check(golden, engine, list(range(len(golden.cases))))
+    check(golden, engine, list(range(len(golden.cases))), prefix_cache=prefix_cache)
     # With what the prompts share held once, the blocks may do.
     assert prefix_cache or engine.stats().preemptions > 0
 
@@ -197,22 +192,16 @@ def test_a_quarter_of_the_memory_changes_no_greedy_answer(golden: Golden, *, pre
         )
         for number in range(24)
     ]
-    alone = Engine(golden.model, EngineSettings(prefix_cache=False))
+    alone = Engine(golden.model, EngineSettings())
     expected: dict[str, Any] = {}
     for each in requests:
-        alone.add(each)
+        alone.add(replace(each, prefix_cache=False))
         expected |= run(alone)
     wanted = sum(-(-(len(each.prompt_ids) + (each.sampling.max_tokens or 0)) // 4) for each in requests)
-    settings = EngineSettings(
-        max_running=24,
-        max_batched_tokens=64,
-        block_size=4,
-        kv_blocks=wanted // 4,
-        prefix_cache=prefix_cache,
-    )
+    settings = EngineSettings(max_running=24, max_batched_tokens=64, block_size=4, kv_blocks=wanted // 4)
     engine = Engine(golden.model, settings)
     for each in requests:
-        engine.add(each)
+        engine.add(replace(each, prefix_cache=prefix_cache))
     outputs = run(engine)
     assert engine.stats().preemptions > 0
     assert any(each[0].cached_tokens for each in outputs.values()) == prefix_cache

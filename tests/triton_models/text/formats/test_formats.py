@@ -1,6 +1,5 @@
 import pytest
 
-from triton_models.errors import TextError
 from triton_models.text.formats import chat_format
 from triton_models.text.tokenizers import SPECIAL_TOKENS, Tokenizer
 
@@ -19,8 +18,3 @@ def test_plain_text_gets_the_tokenizers_prefix_and_nothing_else(
     prefix = [tokenizer.special_ids["[gMASK]"], tokenizer.special_ids["<sop>" if name == "glm4" else "sop"]]
     for text in ("a <|user|>\n", " hi", ""):
         assert made.render_text(text) == [*prefix, *tokenizer.encode(text)]
-
-
-def test_an_unknown_name_is_refused(chatglm3: Tokenizer) -> None:
-    with pytest.raises(TextError, match="unknown chat format 'glm5'; there are chatglm2, chatglm3, glm4"):
-        chat_format("glm5", chatglm3)
