@@ -5,7 +5,7 @@ message. `temperature` and the other parameters of sampling are those of all rou
 with the extensions that these have. `cache_control`, `is_error` and what else has no effect is ignored.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -24,7 +24,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.anthropic.errors import THREAD
-from gateway.core.request import Conversation, Grammar, Image, Message, NamedTool, PastCall, ToolOffer
+from gateway.core.request import (
+    Conversation,
+    Draft,
+    Grammar,
+    Image,
+    Message,
+    NamedTool,
+    PastCall,
+    ToolOffer,
+)
 from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import encode
@@ -188,14 +197,9 @@ class MessageInput(Strict, place="messages"):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        calls: set[str] = set()
         for block in self.blocks:
             if not isinstance(block, _BLOCKS[self.role]):
                 raise fault("content", f"a message of role {self.role} has no {block.type} blocks")
-            if isinstance(block, ToolUseInput):
-                if block.id in calls:
-                    raise fault("content", "the id of a tool_use is there twice")
-                calls.add(block.id)
         return self
 
     @property
@@ -206,60 +210,42 @@ class MessageInput(Strict, place="messages"):
 
 
 def _turns(messages: Sequence[MessageInput]) -> Iterator[Message]:
-    """Return the messages of a conversation; as at Anthropic, those of one role in a row are one."""
-    for role, run in groupby(enumerate(messages), lambda item: item[1].role):
-        said = list(run)
-        if role == "assistant":
-            yield _answer([message.blocks for _, message in said], f"messages.{said[0][0]}")
-        else:
-            yield from _said(said)
+    """Return the messages of a conversation; as at Anthropic, those of one role in a row are one.
 
-
-def _said(messages: Sequence[tuple[int, MessageInput]]) -> Iterator[Message]:
-    """Return results of tools, each in a message of its own, and between them what one role says.
-
-    Blank lines separate what `messages`, each with its place, say.
+    Results of tools are each in a message of its own. Blank lines separate what `messages` say, and what is
+    before and after a call.
     """
-    role = messages[0][1].role
-    parts = [(at, place, block) for at, said in messages for place, block in enumerate(said.blocks)]
-    for is_result, group in groupby(parts, lambda part: isinstance(part[2], ToolResultInput)):
-        run = list(group)
-        first = last = run[0][0]
-        text, images = "", []
-        for at, place, block in run:
-            path = f"messages.{at}.content.{place}"
-            if isinstance(block, ToolResultInput):
-                content, call = text_of(block.content), block.tool_use_id
-                yield Message(role="tool", content=content, answers=call, field=path)
-            elif isinstance(block, ImageInput):
-                images.append(Image(url=block.source.url, at=len(text), field=path))
-            elif isinstance(block, TextInput) and block.text:
-                text += f"\n\n{block.text}" if text and at != last else block.text
-                last = at
-        if not is_result:
-            yield Message(role=role, content=text, images=tuple(images), field=f"messages.{first}")
+    for role, run in groupby(enumerate(messages), lambda item: item[1].role):
+        draft: Draft | None = None
+        for at, said in run:
+            if draft is not None:
+                draft.begin()
+            for place, block in enumerate(said.blocks):
+                path = f"messages.{at}.content.{place}"
+                if isinstance(block, ToolResultInput):
+                    if draft is not None:
+                        yield draft.message()
+                        draft = None
+                    content = text_of(block.content)
+                    yield Message(role="tool", content=content, answers=block.tool_use_id, field=path)
+                    continue
+                draft = draft or Draft(role, f"messages.{at}")
+                _add(draft, block, path)
+        if draft is not None:
+            yield draft.message()
 
 
-def _answer(contents: Iterable[Sequence[Block]], field: str) -> Message:
-    """Return an assistant's message; blank lines separate its parts, and what is before and after a call."""
-    texts, calls, reasoning = list[str](), [], []
-    for content in contents:
-        texts.append("")
-        for block in content:
-            if isinstance(block, TextInput):
-                texts[-1] += block.text
-            elif isinstance(block, ToolUseInput):
-                calls.append(PastCall(id=block.id, name=block.name, arguments=block.input))
-                texts.append("")
-            elif isinstance(block, ThinkingInput):
-                reasoning.append(block.thinking or "")
-    return Message(
-        role="assistant",
-        content="\n\n".join(filter(None, texts)),
-        calls=tuple(calls),
-        reasoning="\n\n".join(filter(None, reasoning)),
-        field=field,
-    )
+def _add(draft: Draft, block: Block, path: str) -> None:
+    match block:
+        case TextInput(text=text):
+            draft.add(text)
+        case ImageInput():
+            draft.add("", [Image(url=block.source.url, at=0, field=path)])
+        case ToolUseInput():
+            call = PastCall(id=block.id, name=block.name, arguments=block.input)
+            draft.add_call(call, f"{path}.id")
+        case ThinkingInput():
+            draft.reasoning.append(block.thinking or "")
 
 
 def _custom(tool: Any) -> Any:

@@ -45,22 +45,6 @@ _OPTIONS = (
 )
 
 
-def change_model(url: str, key: str | None, model: str, action: str, options: dict[str, Any]) -> Any:
-    """Have the gateway at `url` load or unload a model, and wait as long as it takes; return its answer.
-
-    Args:
-        url: http or https, perhaps with a path prefix.
-        key: sent as the bearer key; None if the gateway needs none.
-        model: the model's id.
-        action: `load` or `unload`.
-        options: the body of the request.
-
-    Raises:
-        ClientError: it was refused, or failed.
-    """
-    return fetch(url, key, f"/v1/models/{quote(model, safe='/')}/{action}", options)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The requests to make: `count` in total, by `concurrency` clients."""
@@ -289,7 +273,7 @@ def unload(*, model: str, url: str, key: str | None, upstream: str | None) -> No
 
 
 def _change(url: str, key: str | None, model: str, action: str, options: dict[str, Any]) -> None:
-    answer = change_model(url, key, model, action, options)
+    answer = fetch(url, key, f"/v1/models/{quote(model, safe='/')}/{action}", options)
     for change in answer["changes"]:
         entries = ", ".join(change["entries"])
         done = f"{action}ed {entries}" if entries else f"nothing to {action}"

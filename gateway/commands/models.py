@@ -5,7 +5,6 @@ Both go the gateway's own way: the settings, the upstream that a gateway would h
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,10 +25,8 @@ from gateway.openai.tokenize import TokenizeRequest
 from gateway.settings import Settings
 from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.public import PublicModels
-from gateway.triton.replicas import ReplicaState
 from gateway.triton.resolver import Resolve, resolve
 
-_POLL_S = 0.05
 _COLUMNS = ("model", "aliases", "entry", "upstreams", "dialect", "state", "context")
 _NOTHING = "-"
 
@@ -48,12 +45,7 @@ async def probed(
     upstream = triton_upstream(settings, resolve=resolve)
     await upstream.start()
     try:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            replicas = [replica for _, replica in upstream.replicas()]
-            if replicas and all(replica.state is not ReplicaState.UNKNOWN for replica in replicas):
-                break
-            await asyncio.sleep(_POLL_S)
+        await upstream.asked(timeout_s)
         yield upstream
     finally:
         await upstream.close()

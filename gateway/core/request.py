@@ -4,10 +4,11 @@ Knows neither OpenAI's JSON (above) nor tensors (below). `field` and the like ar
 request, kept for error messages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from gateway.errors import InvalidRequestError
 from wire.history import Role, Turn
 from wire.sampling import Sampling
 
@@ -60,6 +61,63 @@ class Message:
     """In a tool message: the id of the call whose result it is."""
     field: str = field(default="messages", compare=False)
     """Its name in the request."""
+
+
+_BLANK_LINE = "\n\n"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A message of the conversation while its parts are collected; blank lines separate them."""
+
+    role: MessageRole
+    path: str
+    """Its name in the request."""
+    answers: str | None = None
+    calls: dict[str, PastCall] = field(default_factory=dict)
+    """By id."""
+    reasoning: list[str] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    _parts: list[list[str]] = field(default_factory=lambda: [[]])
+    """Pieces of text of each."""
+    _length: int = 0
+    """Of the content so far, in characters."""
+
+    def begin(self) -> None:
+        """Begin a part."""
+        self._parts.append([])
+
+    def add(self, text: str, images: Iterable[Image] = ()) -> None:
+        """Add `text` to the part, and images whose places are those in `text`."""
+        if text and self._length and not self._parts[-1]:
+            self._length += len(_BLANK_LINE)
+        self.images += (replace(image, at=self._length + image.at) for image in images)
+        self._length += len(text)
+        if text:
+            self._parts[-1].append(text)
+
+    def add_call(self, call: PastCall, path: str) -> None:
+        """Add a call, and begin a part behind it.
+
+        Raises:
+            InvalidRequestError: its id, whose name in the request is `path`, is that of another one.
+        """
+        if call.id in self.calls:
+            raise InvalidRequestError(f"{path} is that of a call before it.", param=path)
+        self.calls[call.id] = call
+        self.begin()
+
+    def message(self) -> Message:
+        """Return it, complete."""
+        return Message(
+            role=self.role,
+            content=_BLANK_LINE.join("".join(pieces) for pieces in self._parts if pieces),
+            images=tuple(self.images),
+            calls=tuple(self.calls.values()),
+            reasoning=_BLANK_LINE.join(filter(None, self.reasoning)),
+            answers=self.answers,
+            field=self.path,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

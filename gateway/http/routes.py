@@ -443,7 +443,7 @@ async def tokenize(gateway: GatewayDep, record: RecordDep, answering: AnsweringD
     request = await answering.read(TokenizeRequest, tokenizes=True)
     tokens = await answering.tokens(request)
     max_context = gateway.model(request.model, record.key_name).max_context
-    return respond_with(await tokenize_answer(tokens, max_context))
+    return respond_with(tokenize_answer(tokens, max_context))
 
 
 @router.post(

@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasGenerator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
 from starlette.responses import Response
 
@@ -24,7 +33,7 @@ from gateway.http.openapi import body_of, complete
 from gateway.http.routes import GatewayDep, InferenceKey, RecordDep, read_json
 from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.http import DoorDep, InputTensor, Items, OutputTensor, no_bool
-from gateway.openai.document import read_object, validate, without_neutral
+from gateway.openai.document import read_object, validate
 
 router = APIRouter(dependencies=[InferenceKey])
 
@@ -48,8 +57,27 @@ Base64 = Annotated[
 Int16 = Annotated[int, BeforeValidator(no_bool), Field(ge=-(2**15), lt=2**15)]
 
 
+def _nothing(value: Any) -> Any:
+    if value not in (None, [], {}):
+        raise ValueError("not supported here")
+    return value
+
+
+NoParameters = Annotated[
+    Any, AfterValidator(_nothing), WithJsonSchema({"type": "object", "maxProperties": 0})
+]
+NoContents = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "array", "maxItems": 0})]
+
+
 class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    """Fields have the names of the .proto file, or those of protobuf's JSON by default, in lowerCamelCase."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        alias_generator=AliasGenerator(validation_alias=lambda name: AliasChoices(name, to_camel(name))),
+    )
 
 
 class TensorContents(_Message):
@@ -63,6 +91,7 @@ class InputTensorMessage(_Message, InputTensor):
     """One input. One size in `shape` may be -1; it follows from the number of elements."""
 
     datatype: Literal["BYTES", "INT16"]
+    parameters: NoParameters = None
     contents: TensorContents = Field(default_factory=lambda: TensorContents.model_validate({}))
 
     def tensor(self, path: str) -> Tensor:
@@ -79,6 +108,8 @@ class InputTensorMessage(_Message, InputTensor):
 class OutputTensorMessage(_Message, OutputTensor):
     """A requested output."""
 
+    parameters: NoParameters = None
+
 
 class PredictRequest(_Message):
     """A ModelInferRequest for a served model."""
@@ -90,6 +121,8 @@ class PredictRequest(_Message):
     outputs: Annotated[Items[OutputTensorMessage], Field(max_length=MAX_TENSORS)] = Field(
         (), description="which outputs to return; none: all"
     )
+    parameters: NoParameters = None
+    raw_input_contents: NoContents = None
 
 
 class OutputTensorDocument(msgspec.Struct, frozen=True):
@@ -130,18 +163,7 @@ def read_predict_request(body: bytes) -> InferRequest:
     Raises:
         InvalidRequestError: not JSON, or not such a message; `param` is the dotted path of the field.
     """
-    document = _supported(read_object(body), "")
-    for name in ("inputs", "outputs"):
-        tensors = document.get(name)
-        if isinstance(tensors, list):
-            document[name] = [
-                _supported(tensor, f"{name}.{number}.") if isinstance(tensor, dict) else tensor
-                for number, tensor in enumerate(tensors)
-            ]
-            for tensor in document[name]:
-                if isinstance(tensor, dict) and isinstance(tensor.get("contents"), dict):
-                    tensor["contents"] = _by_proto_names(tensor["contents"])
-    message = validate(PredictRequest, document)
+    message = validate(PredictRequest, read_object(body))
     return InferRequest(
         model=message.model_name,
         version=message.model_version,
@@ -165,19 +187,3 @@ def write_predict_answer(request: InferRequest, outputs: Sequence[Tensor]) -> by
             id=request.id,
         )
     )
-
-
-_PROTO_NAMES = {
-    to_camel(name): name
-    for name in ("model_name", "model_version", "raw_input_contents", "bytes_contents", "int_contents")
-}
-
-
-def _supported(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """Refuse fields that reach into the server, unless they are empty."""
-    return without_neutral(_by_proto_names(message), {"parameters": {}, "raw_input_contents": []}, path)
-
-
-def _by_proto_names(message: dict[str, Any]) -> dict[str, Any]:
-    """Give fields written in lowerCamelCase, protobuf's default in JSON, the names of the .proto file."""
-    return {_PROTO_NAMES.get(name, name): value for name, value in message.items()}

@@ -305,25 +305,6 @@ def read_optional_object(body: bytes) -> dict[str, Any]:
     return read_object(body) if body.strip() else {}
 
 
-def without_neutral(
-    document: Mapping[str, Any], neutral: Mapping[str, Any], path: str = ""
-) -> dict[str, Any]:
-    """Drop parameters that are not supported, where they are null or at their neutral value.
-
-    Args:
-        document: an object of the request.
-        neutral: the names of such parameters, each with the value that has no effect.
-        path: the dotted path of `document`, with a dot at its end, for errors.
-
-    Raises:
-        InvalidRequestError: one of them has another value.
-    """
-    for name, value in document.items():
-        if name in neutral and not _asks_nothing(value, neutral[name]):
-            raise _unsupported(path + name, _UNSUPPORTED + _only(neutral[name]))
-    return {name: value for name, value in document.items() if name not in neutral}
-
-
 def validate(model: type[M], document: dict[str, Any], reading: Reading | None = None) -> M:
     """Check `document` against `model`; `reading` notes what is ignored, by default nothing is.
 

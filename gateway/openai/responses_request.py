@@ -5,7 +5,6 @@ states of items are bookkeeping, since nothing is stored that they could refer t
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -20,16 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.core.request import (
-    Conversation,
-    Grammar,
-    Image,
-    Message,
-    MessageRole,
-    NamedTool,
-    PastCall,
-    ToolOffer,
-)
+from gateway.core.request import Conversation, Draft, Grammar, Message, MessageRole, NamedTool, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
@@ -165,46 +155,6 @@ Item = Annotated[
 ]
 
 
-_BLANK_LINE = "\n\n"
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A message of the conversation, while its items are collected."""
-
-    role: MessageRole
-    path: str
-    texts: list[list[str]] = field(default_factory=list)
-    """Parts of text: each item's, but what is between two calls is one."""
-    length: int = 0
-    """Of the text, unless there are calls."""
-    calls: dict[str, PastCall] = field(default_factory=dict)
-    """By id."""
-    reasoning: list[str] = field(default_factory=list)
-    answers: str | None = None
-    images: list[Image] = field(default_factory=list)
-
-    def add(self, text: str, images: Iterable[Image] = ()) -> None:
-        if not self.calls:
-            self.texts.append([])
-        self.texts[-1].append(text)
-        if text:
-            self.length += len(text) + (len(_BLANK_LINE) if self.length else 0)
-        begin = self.length - len(text)
-        self.images += (replace(image, at=begin + image.at) for image in images)
-
-    def message(self) -> Message:
-        return Message(
-            role=self.role,
-            content=_BLANK_LINE.join(text for pieces in self.texts if (text := "".join(pieces))),
-            images=tuple(self.images),
-            calls=tuple(self.calls.values()),
-            reasoning=_BLANK_LINE.join(self.reasoning),
-            answers=self.answers,
-            field=self.path,
-        )
-
-
 def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[Message]:
     """Return `items` as a conversation that begins with `instructions`.
 
@@ -215,34 +165,32 @@ def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[
     Raises:
         InvalidRequestError: the id of a call is used twice.
     """
-    turns: list[_Turn] = []
-
-    def turn_of(role: MessageRole, path: str) -> _Turn:
-        if not turns or turns[-1].role != role:
-            turns.append(_Turn(role, path))
-        return turns[-1]
-
+    drafts: list[Draft] = []
     if instructions is not None:
-        turn_of("system", "instructions").add(instructions)
+        _draft_of(drafts, "system", "instructions").add(instructions)
     for at, item in enumerate(items):
         path = f"input.{at}"
         if isinstance(item, ReasoningItem):
             if item.content:
-                turn_of("assistant", path).reasoning.append(text_of(item.content))
+                _draft_of(drafts, "assistant", path).reasoning.append(text_of(item.content))
         elif isinstance(item, FunctionResultItem):
-            turns.append(_Turn("tool", path, [[text_of(item.output)]], answers=item.call_id))
+            drafts.append(Draft("tool", path, answers=item.call_id))
+            drafts[-1].add(text_of(item.output))
         elif isinstance(item, FunctionCallItem):
-            caller = turn_of("assistant", path)
-            if item.call_id in caller.calls:
-                raise InvalidRequestError(
-                    f"{path}.call_id is that of a call before it.", param=f"{path}.call_id"
-                )
-            caller.texts.append([])
-            caller.calls[item.call_id] = item.past(item.call_id)
+            _draft_of(drafts, "assistant", path).add_call(item.past(item.call_id), f"{path}.call_id")
         else:
-            turn = turn_of("system" if item.role == "developer" else item.role, path)
-            turn.add(text_of(item.content), images_of(item.content, f"{path}.content"))
-    return [turn.message() for turn in turns]
+            draft = _draft_of(drafts, "system" if item.role == "developer" else item.role, path)
+            if not draft.calls:  # what is between two of them is one part
+                draft.begin()
+            draft.add(text_of(item.content), images_of(item.content, f"{path}.content"))
+    return [draft.message() for draft in drafts]
+
+
+def _draft_of(drafts: list[Draft], role: MessageRole, path: str) -> Draft:
+    """Return the last draft if it is this role's, else a new one behind it."""
+    if not drafts or drafts[-1].role != role:
+        drafts.append(Draft(role, path))
+    return drafts[-1]
 
 
 def _function(tool: Any) -> Any:

@@ -1,19 +1,16 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`: requests and answers, as vLLM has them."""
 
-import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Annotated, Any, ClassVar, Final
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 
 from gateway.chat.conversation import chat_form
 from gateway.core.request import Conversation, Grammar, PlainText, TokenIds
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError
-from gateway.openai.answer import encode
 from gateway.openai.chat_request import Messages, Switches, conversation
 from gateway.openai.document import Body, Items, at_most
 from gateway.openai.params import TokenId
@@ -29,9 +26,6 @@ _OF_MESSAGES: Final = (
     "add_generation_prompt",
     "chat_template_kwargs",
 )
-
-_PIECE = 4096
-"""Items per piece: a few milliseconds' work, when each has to be decoded from its own bytes."""
 
 
 class TokenizeRequest(Body):
@@ -118,17 +112,13 @@ class DetokenizeRequest(Body):
         )
 
 
-def _list_of(kind: str) -> Meta:
-    return Meta(extra_json_schema={"type": "array", "items": {"type": kind}})
-
-
 class TokenizeAnswer(Struct, frozen=True, kw_only=True):
     """The ids. `max_model_len` counts tokens of prompt and answer together."""
 
     count: int
     max_model_len: int | None
-    tokens: Annotated[Raw, _list_of("integer")]
-    token_strs: Annotated[Raw, _list_of("string")] | UnsetType = UNSET
+    tokens: Sequence[int]
+    token_strs: Sequence[str] | UnsetType = UNSET
 
 
 class DetokenizeAnswer(Struct, frozen=True):
@@ -166,29 +156,11 @@ def tokenizer_info(chat_format: str, max_context: int | None) -> TokenizerInfo:
     )
 
 
-async def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:
-    """Write the ids of a prompt for a model with a context of `max_context` tokens.
-
-    Raises:
-        UpstreamProtocolError: the upstream's `token_strs` cannot be understood.
-    """
+def tokenize_answer(tokens: Tokens, max_context: int | None) -> TokenizeAnswer:
+    """Write the ids of a prompt for a model with a context of `max_context` tokens."""
     return TokenizeAnswer(
         count=len(tokens.ids),
         max_model_len=max_context,
-        tokens=await long_list(tokens.ids),
-        token_strs=UNSET if tokens.strings is None else await long_list(tokens.strings),
+        tokens=tokens.ids,
+        token_strs=UNSET if tokens.strings is None else tokens.strings,
     )
-
-
-async def long_list(items: Iterable[int] | Iterable[str]) -> Raw:
-    """Return `items`, perhaps a million, as a JSON list, in pieces between which others are served.
-
-    Raises:
-        GatewayError: reading an item failed.
-    """
-    left = iter(items)
-    pieces = []
-    while piece := list(islice(left, _PIECE)):
-        pieces.append(encode(piece)[1:-1])
-        await asyncio.sleep(0)
-    return Raw(b"[" + b",".join(pieces) + b"]")

@@ -234,11 +234,11 @@ class Backends:
         """
         if not self._options.models:
             present = self.present()
-            found = {model: each for backend in present for model, each in backend.replicas.items()}
+            found = {model for backend in present for model in backend.replicas}
             if present and all(backend.listed for backend in present):
                 self._models = {model: seen for model, seen in self._models.items() if model in found}
             for model in sorted(found):
-                self._models.setdefault(model, found[model].created)
+                self._models.setdefault(model, int(time.time()))
         return self._models
 
     async def _watch(self, name: Name) -> None:

@@ -121,6 +121,10 @@ class PublicModels:
         """Connect; see `gateway.core.upstream.Upstream.start`."""
         await self.apply(self._settings)
 
+    async def asked(self, within_s: float) -> None:
+        """Wait until the Tritons of all models were asked, those that answer, or for so long."""
+        await _asked(tuple(self._pools.values()), within_s)
+
     async def close(self) -> None:
         """See `gateway.core.upstream.Upstream.close`."""
         for task in self._retiring.values():
@@ -225,7 +229,7 @@ class PublicModels:
         for pool in new:
             await pool.start()
         if self._pools:  # else nobody is served meanwhile
-            await _met(new)
+            await _asked(new, _FIRST_LOOK_WITHIN_S)
         old = self._pools
         self._settings, self._pools = settings, pools
         plan_of = {name: plan for plan, names in plans.items() for name in names}
@@ -330,10 +334,9 @@ def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Pl
     return plans
 
 
-async def _met(pools: Sequence[TritonUpstream]) -> None:
-    """Wait a little until the Tritons of new pools were asked, those that answer."""
+async def _asked(pools: Sequence[TritonUpstream], within_s: float) -> None:
     with suppress(TimeoutError):
-        async with asyncio.timeout(_FIRST_LOOK_WITHIN_S):
+        async with asyncio.timeout(within_s):
             while any(  # noqa: ASYNC110 - as in `gateway.app`
                 not pool.replicas() or any(each.state is ReplicaState.UNKNOWN for each in pool.replicas())
                 for pool in pools

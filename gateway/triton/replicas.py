@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import enum
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -91,8 +90,6 @@ class Replica:
         self.reason = "not reached yet"
         self.report: ModelReport | None = None
         """The answer to the latest probe, kept while the replica is down; None until there was one."""
-        self.created = int(time.time())
-        """Unix time in seconds."""
         self.outstanding = 0
         """Number of requests running on it."""
         self.last_chosen = 0

@@ -290,7 +290,7 @@ def templated(model: ModelText) -> Dialect:
         prepare=prepare,
         decoder=decoder,
         probe=Probe(_probe, read_probe),
-        tokens=model.exact_tokens,
+        tokens=partial(model.tokens, exact=True),
         channels=Channels(_open_channel, _read_frame, _request, answer),
     )
 

@@ -61,8 +61,6 @@ class Contract:
     """Returns a decoder for the answer; given the same."""
     prompt: Callable[[Generation, Collection[str], ModelText], RenderedPrompt] = as_text
     """Returns a prompt as the model takes it. Raises InvalidRequestError: it takes no such prompt."""
-    tokens: Callable[[ModelText, Tokenization], Tokens] = ModelText.tokens
-    """Counts tokens as the model does, here. Raises InvalidRequestError: it cannot be done."""
     embedder: Callable[[Collection[str]], Embedder | None] | None = None
     """Returns what embeds with a model that has these inputs; None: nothing does."""
     ids: bool = False
@@ -105,7 +103,7 @@ class Contract:
 
         def tokens(tokenization: Tokenization) -> Tokens:
             refuse_images(tokenization.prompt, "What tokens become of an image, the model alone knows.")
-            return self.tokens(model, tokenization)
+            return model.tokens(tokenization, exact=self.ids)
 
         def decoder(generation: Generation, _report: ModelReport) -> AnswerDecoder:
             return self.answer(generation, _prompt_of(generation), inputs, model)

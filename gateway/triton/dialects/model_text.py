@@ -177,10 +177,6 @@ class ModelText:
         ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation))
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
-    def exact_tokens(self, tokenization: Tokenization) -> Tokens:
-        """Return the ids that the model is given, where it takes nothing but ids: see `tokens`."""
-        return self.tokens(tokenization, exact=True)
-
     def required_vocabulary(self) -> Vocabulary:
         """Return the tokenizer of a model that takes nothing but ids.
 

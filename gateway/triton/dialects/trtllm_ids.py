@@ -135,5 +135,4 @@ CONTRACT: Final = Contract(
     answer=_Answer,
     prompt=_prompt,
     ids=True,
-    tokens=ModelText.exact_tokens,
 )

@@ -286,7 +286,7 @@ def test_what_has_no_effect_is_named() -> None:
         (([{"type": "document"}],), {}, "messages.0.content.0"),
         (([use()],), {}, "messages.0.content"),
         (("a", {"role": "assistant", "content": [result()]}, "b"), {}, "messages.1.content"),
-        (("a", {"role": "assistant", "content": [use(), use()]}, "b"), {}, "messages.1.content"),
+        (("a", {"role": "assistant", "content": [use(), use()]}, "b"), {}, "messages.1.content.1.id"),
         (
             ("a", {"role": "assistant", "content": [use() | {"input": "x"}]}, "b"),
             {},

@@ -16,13 +16,12 @@ from gateway.cli import main
 from gateway.commands.clients import (
     Timing,
     Work,
-    change_model,
     grpc_client,
     http_client,
     measure,
     read_inputs,
 )
-from gateway.commands.endpoint import ClientError
+from gateway.commands.endpoint import ClientError, fetch
 from gateway.core.request import PlainText, TokenIds, Turns
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.kserve.legacy import echo, over_grpc
@@ -36,7 +35,8 @@ def gateway_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What a gateway would have been asked; it has `m`, on two Tritons."""
     asked: list[Any] = []
 
-    def change(url: str, key: str | None, model: str, action: str, options: Any) -> Any:
+    def change(url: str, key: str | None, path: str, options: Any) -> Any:
+        model, action = path.removeprefix("/v1/models/").split("/")
         asked.append((url, key, model, action, options))
         if model != "m":
             raise ClientError("no such model (404)")
@@ -44,7 +44,7 @@ def gateway_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         unloaded = {"unloaded": True} if action == "unload" else {}
         return {"model": {"ready": action == "load", **unloaded}, "changes": changes}
 
-    monkeypatch.setattr(gateway.commands.clients, "change_model", change)
+    monkeypatch.setattr(gateway.commands.clients, "fetch", change)
     return asked
 
 
@@ -127,7 +127,7 @@ KEYS = [{"name": "operator", "key": "sk-2", "scopes": ["admin"]}]
 
 
 async def change(url: str, key: str | None = None, **options: Any) -> Any:
-    return await asyncio.to_thread(change_model, url, key, "org/glm-2", "load", options)
+    return await asyncio.to_thread(fetch, url, key, "/v1/models/org/glm-2/load", options)
 
 
 async def test_a_model_is_changed() -> None:
@@ -146,7 +146,7 @@ async def test_a_model_is_changed() -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:8080", "ftp://x", "http://", ""])
 def test_what_is_no_url_is_told(url: str) -> None:
     with pytest.raises(ClientError, match="not a URL"):
-        change_model(url, None, "m", "load", {})
+        fetch(url, None, "/v1/models/m/load", {})
 
 
 async def test_what_is_not_there_is_told() -> None:

@@ -1,6 +1,6 @@
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,7 @@ HEADERS = {"authorization": f"Bearer {SECRET}", "traceparent": f"00-{TRACE_ID}-0
 KEYS = [{"name": "anna", "key": SECRET}]
 
 
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 async def ask(served: Served, **parameters: Any) -> Any:

@@ -1,8 +1,7 @@
 """As `tests/gateway/http/test_garbage.py`, of requests through the door: freed when they are over."""
 
 import asyncio
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import grpc.aio
@@ -16,42 +15,32 @@ from tests.gateway.kserve.test_logits import IDS, telling
 from tests.gateway.kserve.test_logits import body as logits_body
 from tests.gateway.serving import on_socket, until
 
+KINDS = (RequestRecord, RunningRequest)
 CHANGES = [{}, {"temperature": "99"}, {"prompt": None}]
 
 
-@pytest.fixture
-def living() -> Iterator[Callable[[], int]]:
-    """Counts records and running requests beyond those before the test; nothing is collected meanwhile."""
-    gc.collect()
-    gc.disable()
-    kinds = (RequestRecord, RunningRequest)
-    before = {id(each): each for each in gc.get_objects() if type(each) in kinds}
-    yield lambda: sum(type(each) in kinds and id(each) not in before for each in gc.get_objects())
-    gc.enable()
-
-
 @pytest.mark.parametrize("changes", CHANGES)
-async def test_over_http(changes: dict[str, str | None], living: Callable[[], int]) -> None:
+async def test_over_http(changes: dict[str, str | None], living: Callable[..., int]) -> None:
     async with on_socket(FakeUpstream(lambda _: say("a", "b"))) as served:
         for _ in range(3):
             await served.http.post("/v2/models/glm/infer", json=body(**changes))
         await served.http.get("/version")  # a connection keeps its last request until it has another one
-        await until(lambda: living() <= 1)
+        await until(lambda: living(*KINDS) <= 1)
 
 
 @pytest.mark.parametrize("ids", [IDS, [[1, 2]]])
-async def test_logits(ids: list[list[int]], living: Callable[[], int]) -> None:
+async def test_logits(ids: list[list[int]], living: Callable[..., int]) -> None:
     async with on_socket(FakeUpstream(telling()), contract="logits") as served:
         for _ in range(3):
             await served.http.post("/v2/models/glm/infer", json=logits_body(ids))
             texts = {"inputs": [tensor("TEXT", ["a", "b"], [2])]}
             await served.http.post("/v2/models/glm_tokenizer/infer", json=texts)
         await served.http.get("/version")
-        await until(lambda: living() <= 1)
+        await until(lambda: living(*KINDS) <= 1)
 
 
 @pytest.mark.parametrize("changes", [*CHANGES, None])
-async def test_over_grpc(changes: dict[str, str | None] | None, living: Callable[[], int]) -> None:
+async def test_over_grpc(changes: dict[str, str | None] | None, living: Callable[..., int]) -> None:
     gap_s = 10 if changes is None else 0
     async with over_grpc(FakeUpstream(lambda _: say("a", "b", gap_s=gap_s))) as (served, stub, _):
         for _ in range(3):
@@ -62,4 +51,4 @@ async def test_over_grpc(changes: dict[str, str | None] | None, living: Callable
             with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
                 await call
             del call
-        await until(lambda: living() == 0)
+        await until(lambda: living(*KINDS) == 0)

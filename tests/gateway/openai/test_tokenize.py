@@ -1,7 +1,4 @@
-import asyncio
 import json
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from gateway.openai.answer import encode
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.document import Reading
-from gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest, long_list, tokenize_answer
+from gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest, tokenize_answer
 from wire.limits import IDS_LIMIT
 
 MESSAGES = [
@@ -134,10 +131,10 @@ def test_ids_that_cannot_be_are_refused_by_place(body: bytes, param: str) -> Non
     assert refused.value.param == param
 
 
-async def test_the_answer_counts() -> None:
-    answer = await tokenize_answer(Tokens(ids=(4, 5)), 64)
+def test_the_answer_counts() -> None:
+    answer = tokenize_answer(Tokens(ids=(4, 5)), 64)
     assert encode(answer) == b'{"count":2,"max_model_len":64,"tokens":[4,5]}'
-    shown = await tokenize_answer(Tokens(ids=(4,), strings=iter("a")), None)
+    shown = tokenize_answer(Tokens(ids=(4,), strings=("a",)), None)
     assert encode(shown) == b'{"count":1,"max_model_len":null,"tokens":[4],"token_strs":["a"]}'
 
 
@@ -147,33 +144,6 @@ def test_as_many_ids_as_a_context_holds_are_taken() -> None:
         with pytest.raises(InvalidRequestError) as refused:
             read(json.dumps({"model": "m", field: [7] * (IDS_LIMIT + 1)}).encode())
         assert refused.value.param == field
-
-
-@pytest.mark.parametrize("items", [[], [1], list(range(10_000)), ["ä", '"'] * 5_000])
-async def test_it_is_the_list(items: list[Any]) -> None:
-    assert json.loads(bytes(await long_list(iter(items)))) == items
-
-
-async def test_others_have_their_turn_every_few_thousand_items() -> None:
-    turn = 0
-    read_in_turn: Counter[int] = Counter()
-
-    async def others() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
-    def items() -> Iterator[int]:
-        for item in range(50_000):
-            read_in_turn[turn] += 1
-            yield item
-
-    beside = asyncio.create_task(others())
-    await long_list(items())
-    beside.cancel()
-    assert read_in_turn.total() == 50_000
-    assert max(read_in_turn.values()) < 5_000
 
 
 def test_switches_of_the_template_are_as_in_a_chat() -> None:

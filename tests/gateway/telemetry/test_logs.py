@@ -1,22 +1,12 @@
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 from gateway.telemetry.logs import configure_logging, request_id
 
 
-@pytest.fixture
-def _restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("restored_logging")
 def test_lines_are_json_with_the_request_id(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging("info")
     token = request_id.set("r1")

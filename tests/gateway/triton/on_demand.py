@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from gateway.core.events import Delta, Event
+from gateway.core.events import Event
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton, generation
+from tests.gateway.triton.running import collect, text
 
 IN_MEMORY = {"LOADING", "READY", "UNLOADING"}
 
@@ -19,9 +20,8 @@ def in_memory(triton: FakeTriton) -> set[str]:
 
 
 async def ask(pool: Any, model: str, **changes: Any) -> list[Event]:
-    return [event async for event in pool.generate(generation(model=model, **changes))]
+    return await collect(pool, generation(model=model, **changes))
 
 
 async def said(pool: Any, model: str, **changes: Any) -> str:
-    events = await ask(pool, model, **changes)
-    return "".join(event.text for event in events if isinstance(event, Delta))
+    return text(await ask(pool, model, **changes))

@@ -1,13 +1,21 @@
-"""A generation that a test has asked the pool for, over a delta channel."""
+"""Generations that a test has asked the pool for, and their text."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from gateway.core.events import Delta, Event
 from gateway.triton.pool import TritonUpstream
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import generation, until
+
+
+async def collect(pool: TritonUpstream, request: Any) -> list[Event]:
+    return [event async for event in pool.generate(request)]
+
+
+def text(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta))
 
 
 class Running:
@@ -27,7 +35,7 @@ class Running:
 
     @property
     def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
+        return text(self.events)
 
 
 async def started(pool: TritonUpstream, fake: FakeChannels) -> AsyncGenerator[Event, None]:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import format_span_id
 
 from gateway.core.batch import together
-from gateway.core.events import Accepted, Delta, Event
+from gateway.core.events import Accepted, Delta
 from gateway.core.request import TokenIds
 from gateway.errors import InvalidRequestError, RateLimitError, UnavailableError, UpstreamProtocolError
 from gateway.telemetry.tracing import Trace, Tracing, current_trace
@@ -19,7 +19,6 @@ from gateway.triton import pool as triton_pool
 from gateway.triton.attempts import Attempts
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import PoolOptions
-from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import TRIAL_LIMIT, Replica, ReplicaState
 from tests.gateway.triton.fake_triton import (
     accepted,
@@ -31,16 +30,8 @@ from tests.gateway.triton.fake_triton import (
     reply,
     until,
 )
+from tests.gateway.triton.running import collect, text
 from wire.meta import Meta
-
-
-async def collect(pool: TritonUpstream, request: Any) -> list[Event]:
-    return [event async for event in pool.generate(request)]
-
-
-def text(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Delta))
-
 
 Serve = Callable[..., Any]
 

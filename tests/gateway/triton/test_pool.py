@@ -11,7 +11,6 @@ from msgspec import structs
 from gateway.core.events import (
     Accepted,
     Delta,
-    Event,
     Heartbeat,
 )
 from gateway.core.request import Conversation, Grammar, Message, PlainText
@@ -28,7 +27,6 @@ from gateway.errors import (
 )
 from gateway.triton import dialects
 from gateway.triton.dialects.chatglm import CHATGLM
-from gateway.triton.pool import TritonUpstream
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import (
     FakeModel,
@@ -42,15 +40,7 @@ from tests.gateway.triton.fake_triton import (
     reply,
     until,
 )
-
-
-async def collect(pool: TritonUpstream, request: Any) -> list[Event]:
-    return [event async for event in pool.generate(request)]
-
-
-def text(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Delta))
-
+from tests.gateway.triton.running import collect, text
 
 Serve = Callable[..., Any]
 

@@ -25,6 +25,7 @@ from tests.gateway.triton.fake_triton import (
     reply,
     until,
 )
+from tests.gateway.triton.running import text
 from wire.meta import Meta, PromptLogprob
 from wire.meta import Usage as WireUsage
 from wire.request import Generation, decode_request
@@ -58,10 +59,6 @@ async def collect(events: AsyncIterator[Event], into: list[Event]) -> list[Event
 
 def deltas(events: list[Event]) -> list[Delta]:
     return [event for event in events if isinstance(event, Delta)]
-
-
-def text(events: list[Event]) -> str:
-    return "".join(delta.text for delta in deltas(events))
 
 
 def in_turn(scripts: list[Script]) -> Script:
