@@ -141,7 +141,8 @@ def _report(
     for model in settings.models:
         if model not in served:
             yield Finding(ok=False, text=f"model {model}: ready on no upstream")
-    if not served and not settings.models:
+    anybody = any(first.ok for first, *_ in reachable.values())
+    if anybody and not served and not settings.models:
         yield Finding(ok=False, text="no model was found: no ready entry has a known contract")
 
 

@@ -7,11 +7,13 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from msgspec import Struct
+from msgspec.structs import replace
 from sse_starlette import ServerSentEvent
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -336,10 +338,15 @@ def respond_with(document: Struct) -> Response:
 router = APIRouter(dependencies=[InferenceKey], default_response_class=Response)
 
 
+_ANTHROPIC = "anthropic-version"
+"""A header that every client of Anthropic's API sends."""
+
+
 class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A served model. `max_model_len` (in tokens), `ready` and `unloaded` are our extensions.
 
     `parent` is the model that an adapter is applied to, as in vLLM; `root` is the public name of an alias.
+    `type`, `display_name` and `created_at` are for clients of Anthropic's API.
     """
 
     id: str
@@ -351,11 +358,14 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
     unloaded: bool = False
     parent: str | None = None
     root: str | None = None
+    type: str | None = None
+    display_name: str | None = None
+    created_at: str | None = None
 
     @classmethod
-    def of(cls, card: ModelCard, name: str) -> "Model":
-        """Return what clients are told of a model that they call `name`."""
-        return cls(
+    def of(cls, card: ModelCard, name: str, request: Request | None = None) -> "Model":
+        """Return what clients are told of a model that they call `name`; Anthropic's in their words, too."""
+        model = cls(
             id=name,
             root=None if name == card.id else card.id,
             object="model",
@@ -366,27 +376,38 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
             unloaded=card.unloaded,
             parent=card.parent,
         )
+        if request is None or _ANTHROPIC not in request.headers:
+            return model
+        created_at = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return replace(model, type="model", display_name=name, created_at=created_at)
 
 
-class ModelList(Struct, frozen=True):
+class ModelList(Struct, frozen=True, omit_defaults=True):
     """All served models."""
 
     object: str
     data: list[Model]
+    has_more: bool | None = None
+    first_id: str | None = None
+    last_id: str | None = None
 
 
 @router.get("/v1/models", responses=complete(ModelList))
-async def list_models(gateway: GatewayDep, record: RecordDep) -> Response:
+async def list_models(request: Request, gateway: GatewayDep, record: RecordDep) -> Response:
     """List the models that the caller may use, ready or not, by all their names."""
     cards = gateway.models(record.key_name)
-    listed = [Model.of(card, name) for card in cards for name in (card.id, *card.settings.aliases)]
-    return respond_with(ModelList("list", listed))
+    listed = [Model.of(card, name, request) for card in cards for name in (card.id, *card.settings.aliases)]
+    if _ANTHROPIC not in request.headers or not listed:
+        return respond_with(ModelList("list", listed))
+    return respond_with(
+        ModelList("list", listed, has_more=False, first_id=listed[0].id, last_id=listed[-1].id)
+    )
 
 
 @router.get("/v1/models/{model_id:path}", responses=complete(Model))
-async def get_model(model_id: str, gateway: GatewayDep, record: RecordDep) -> Response:
+async def get_model(model_id: str, request: Request, gateway: GatewayDep, record: RecordDep) -> Response:
     """Describe one model; ids may hold slashes."""
-    return respond_with(Model.of(gateway.model(model_id, record.key_name), model_id))
+    return respond_with(Model.of(gateway.model(model_id, record.key_name), model_id, request))
 
 
 @router.post(

@@ -8,6 +8,7 @@ A request waits in the gateway in this form. Objects take some twenty times the 
 nobody reads is not kept, and the parts of a text become one string.
 """
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +29,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from gateway.errors import InvalidRequestError
+from gateway.openai.wording import why_not_json, worded
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -285,10 +287,12 @@ def read_object(body: bytes) -> dict[str, Any]:
     """
     if not body:
         raise InvalidRequestError("The request has no body; a JSON object is needed.")
+    body = body.removeprefix(codecs.BOM_UTF8)  # editors and PowerShell write it at the beginning of files
     try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequestError("The body is not valid JSON.") from None
+        try:
+            document = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise InvalidRequestError(f"The body is not valid JSON: {why_not_json(body)}.") from None
     except RecursionError:
         raise InvalidRequestError("The body is nested too deeply.") from None
     if not isinstance(document, dict):
@@ -342,7 +346,9 @@ def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequest
     ]
     path, deepest = max(faults, key=lambda item: (len(item[0]), not item[1]["type"].endswith("_type")))
     dotted = ".".join(map(str, path))
-    message = deepest["msg"].removeprefix("Value error, ")
+    # A location that goes on behind the value's own place names the branch of a union.
+    branches = [each for at, each in faults if at == path and each["loc"][-1:] != tuple(path[-1:])]
+    message = worded(deepest, branches if deepest in branches else ())
     match deepest["type"]:
         case "extra_forbidden":
             shown = dotted if len(dotted) <= _SHOWN_LIMIT else dotted[:_SHOWN_LIMIT] + "…"

@@ -39,10 +39,12 @@ from gateway.settings.values import (
     Folders,
     Header,
     Names,
+    Origins,
     Upstreams,
     Workers,
     of_name,
 )
+from gateway.settings.wording import reason_of, unknown
 
 ENV_PREFIX: Final = "TRITONGATE_"
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
@@ -193,7 +195,7 @@ class Settings(BaseSettings):
         "comma-separated; loopback names and IP addresses always may; unset: only those where it serves its "
         "own machine without keys, else any",
     )
-    cors_origins: Names = Field(
+    cors_origins: Origins = Field(
         (),
         description="web pages of other sites that may use the gateway, as https://host[:port], * for all, "
         "comma-separated; unset: none",
@@ -475,14 +477,14 @@ def _checked(values: dict[str, Any], sources: dict[str, dict[str, Any]]) -> Sett
 
 def _explain(fault: Any, sources: dict[str, dict[str, Any]]) -> str:
     """Describe one validation error: field, reason, source."""
-    reason = str(fault["msg"]).removeprefix("Value error, ")
+    reason = reason_of(fault)
     if not fault["loc"]:
         return reason  # it names the fields itself
     field, dotted = fault["loc"][0], ".".join(map(str, fault["loc"]))
     source = next(name for name, values in reversed(sources.items()) if field in values)
     row = next((row for row in settings_table() if row.name == field), None)
     if row is None:
-        return f"{dotted}: unknown setting (from {source})"
+        return f"{dotted}: {unknown(field, Settings.model_fields)} (from {source})"
     if fault["type"] == "extra_forbidden":
         reason = "unknown key"
     names = {"flag": f" {row.flag}", "environment variable": f" {row.env}"}

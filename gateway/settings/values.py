@@ -17,6 +17,7 @@ from pydantic_settings import NoDecode
 
 T = TypeVar("T")
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
 
@@ -128,6 +129,14 @@ def tokenizer_folder(value: str) -> str:
     return value
 
 
+def _origin(value: str) -> str:
+    """Check what browsers send as `Origin`: no path, not even a slash, and everything in lower case."""
+    origin = value.lower().removesuffix("/")
+    if not _ORIGIN.fullmatch(origin):
+        raise ValueError(f"{value!r} is not https://host[:port], nor *")
+    return origin
+
+
 def _adapter(value: str) -> str:
     name, _, entry = value.rpartition("=")
     if not name or not entry or name == entry:
@@ -162,6 +171,8 @@ def available_cores() -> float:
 
 
 def _workers(value: Any) -> Any:
+    if isinstance(value, str) and value != AUTO and not value.strip().lstrip("+-").isdecimal():
+        raise ValueError(f"a whole number or {AUTO} is needed")
     if value != AUTO:
         return value
     return max(1, min(_MOST_WORKERS, int(available_cores() / _CORES_PER_WORKER)))
@@ -175,6 +186,7 @@ Upstreams = Annotated[Listed[Annotated[str, AfterValidator(_upstream)]], Field(m
 Address = Annotated[str, AfterValidator(_address)]
 Files = Listed[Annotated[str, AfterValidator(_file)]]
 Names = Listed[Annotated[str, Field(min_length=1)]]
+Origins = Listed[Annotated[str, AfterValidator(_origin)]]
 Digests = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")], ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),

@@ -231,6 +231,7 @@ class ModelControl:
                     return  # a dead instance: nothing of it is in memory
                 raise DeadlineError(
                     f"{model} was not gone after {patience_s:g} s: requests in flight hold it until they end."
+                    " If none are left, restart that Triton."
                 )
             await asyncio.sleep(_POLL_S)
 

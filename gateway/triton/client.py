@@ -270,9 +270,9 @@ class Client:
     ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
-        Ends after the response that Triton marks as final. Closing the generator, or cancelling the task that
-        waits in it, cancels the call at once; so does every error. The time that the caller spends between
-        two responses does not count towards `idle_timeout_s`.
+        Ends after the response that Triton marks as final. Closing the generator before, or cancelling the
+        task that waits in it, cancels the call at once; so does every error. The time that the caller spends
+        between two responses does not count towards `idle_timeout_s`.
 
         Args:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
@@ -303,13 +303,11 @@ class Client:
                 if message.error_message:
                     raise classify(message.error_message)
                 response = message.infer_response
-                final = response.parameters[FINAL].bool_param
+                final = call.final = response.parameters[FINAL].bool_param
                 if response.outputs:
                     yield response
-            # Let the stream end by its status, not by a reset: to proxies, one reset per request looks like
-            # the HTTP/2 "rapid reset" attack. The answer is complete, so a failure no longer matters.
-            with contextlib.suppress(TritonError):
-                await call.answer(stream.read, deadline=deadline, idle_timeout_s=_EOF_WAIT_S)
+            # A cancellation that comes now, as of a client that reads no further, does not reach the stream.
+            await asyncio.shield(self._end_of(call))
 
     async def infer(
         self, request: service_pb2.ModelInferRequest, *, deadline: float, headers: Headers = ()
@@ -331,10 +329,37 @@ class Client:
         try:
             yield call
         finally:
-            self._calls.discard(call)
-            running.cancel()
-            if call.channel is not self._channels[-1]:
-                self._close_replaced()
+            if call.final:
+                self._end_of(call)
+            else:
+                self._drop(call)
+
+    def _end_of(self, call: "_Call") -> asyncio.Task[None]:
+        """Let a stream whose final response has come end by its status, and not by a reset.
+
+        A stream that is cancelled at that moment leaves a reference to the model in tritonserver 2.51: it
+        could never be unloaded again. And to proxies, one reset per request looks like the HTTP/2 "rapid
+        reset" attack. The answer is complete, so a failure no longer matters.
+        """
+        if call.ending is None:
+            call.ending = asyncio.create_task(self._let_end(call), name="end of a stream")
+            self._closing.add(call.ending)
+            call.ending.add_done_callback(self._closing.discard)
+        return call.ending
+
+    async def _let_end(self, call: "_Call") -> None:
+        try:
+            with contextlib.suppress(TritonError):
+                await call.answer(call.grpc.read, deadline=math.inf, idle_timeout_s=_EOF_WAIT_S)
+        finally:
+            self._drop(call)
+
+    def _drop(self, call: "_Call") -> None:
+        """End a call that nobody reads any more, unless it has ended."""
+        self._calls.discard(call)
+        call.grpc.cancel()
+        if call.channel is not self._channels[-1]:
+            self._close_replaced()
 
 
 def remaining_s(deadline: float) -> float:
@@ -363,6 +388,10 @@ class _Call:
         self.channel = channel
         self.entry = entry
         """The repository entry of an inference; None for calls about Triton itself."""
+        self.final = False
+        """Whether the final response of an inference has come."""
+        self.ending: asyncio.Task[None] | None = None
+        """Waits for the stream's end behind that."""
         self._end: tuple[Fault, str] | None = None
         self._limit: asyncio.Timeout | None = None
         """Of the operation that is awaited."""

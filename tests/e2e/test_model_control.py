@@ -124,6 +124,17 @@ def test_requests_in_flight_finish_and_parallel_changes_conflict(up: UpProcess) 
     wait_until(lambda: len(up.stubs("chatglm3")) == 1)
 
 
+def test_clients_that_leave_with_the_reason_for_the_end_do_not_keep_the_model(up: UpProcess) -> None:
+    with client(up) as sdk:
+        for length in range(100):
+            with sdk.chat.completions.create(
+                model="chatglm3", messages=HELLO, stream=True, max_tokens=1 + length % 5
+            ) as stream:
+                next(chunk for chunk in stream if chunk.choices[0].finish_reason)
+    assert change(up, "unload").status_code == 200
+    assert change(up, "load").status_code == 200
+
+
 def test_who_may_and_what_may_not(up: UpProcess) -> None:
     assert change(up, "unload", "sk-client").status_code == 403
     assert change(up, "unload", "sk-wrong").status_code == 401

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -99,6 +100,20 @@ async def test_headers_and_query_of_its_clients_are_no_trouble(served: Served) -
     answer = await served.http.post(PATH + "?beta=true", json=body, headers=headers)
     assert answer.status_code == 200
     assert "x-tritongate-ignored" not in answer.headers
+
+
+async def test_models_are_also_listed_in_its_form(served: Served) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = (await served.http.get("/v1/models", headers=headers)).json()
+    names = [each["id"] for each in listed["data"]]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, names[0], names[-1])
+    model = listed["data"][names.index("glm")]
+    assert (model["type"], model["display_name"]) == ("model", "glm")
+    assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+    assert (await served.http.get("/v1/models/glm", headers=headers)).json() == model
+    others = (await served.http.get("/v1/models")).json()
+    assert set(others) == {"object", "data"}
+    assert not {"type", "display_name", "created_at"} & set(others["data"][0])
 
 
 async def test_keys() -> None:

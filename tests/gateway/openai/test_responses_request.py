@@ -268,7 +268,7 @@ def test_the_refusal_of_state_says_what_to_do_instead(parameters: dict[str, Any]
 ASKED = {"role": "user", "content": "?"}
 
 
-@pytest.mark.parametrize(("value", "message"), [([], "at least 1 item"), (5, "valid string")])
+@pytest.mark.parametrize(("value", "message"), [([], "at least 1 item"), (5, "a string")])
 def test_an_input_of_the_right_type_is_told_what_it_lacks(value: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message) as refused:
         ResponsesRequest.read(json.dumps({"model": "m", "input": value}).encode())

@@ -70,7 +70,7 @@ def test_every_fault_is_named_with_file_model_and_key(tmp_path: Path) -> None:
             "models.a.defaults.tempo: unknown key",
             "models.b.limits.n: Input should be greater than or equal to 1",
             "models.b.uptreams: unknown key",
-            "models.c: Input should be a valid dictionary or instance of ModelSettings",
+            "models.c: a mapping is needed",
         )
     ]
 

@@ -76,7 +76,20 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"API_KEYS": "s3cret"}, "", ["api_keys", "TRITONGATE_API_KEYS"]),
         ({}, {"IDLE_TIMEOUT_S": "nan"}, "", ["idle_timeout_s"]),
         ({}, {}, "max_in_flight: 0", ["max_in_flight", "gateway.yaml"]),
-        ({}, {}, "prot: 1", ["prot: unknown setting", "gateway.yaml"]),
+        ({}, {}, "prot: 1", ["prot: unknown setting; did you mean port?", "gateway.yaml"]),
+        ({}, {}, "max-in-flight: 1", ["max-in-flight: unknown setting; did you mean max_in_flight?"]),
+        ({}, {}, "zzz: 1", ["zzz: unknown setting (from"]),
+        ({}, {}, "port: [1]", ["port: a whole number is needed (from"]),
+        ({}, {"PORT": "80a"}, "", ["port: a whole number is needed (from"]),
+        ({}, {}, "request_timeout_s: 10m", ["request_timeout_s: a number is needed (from"]),
+        ({}, {}, "resume: maybe", ["resume: true or false is needed (from"]),
+        ({}, {}, "workers: four", ["workers: a whole number or auto is needed (from"]),
+        ({}, {}, "models: 5", ["models: a mapping is needed (from"]),
+        ({}, {}, "api_keys: s3cret", ["api_keys: a list is needed (from"]),
+        ({}, {}, "api_keys: [{name: a, key: 123}]", ["api_keys.0.key: text is needed", "quotes"]),
+        ({}, {}, "upstreams: []", ["upstreams: at least 1 is needed (from"]),
+        ({}, {"CORS_ORIGINS": "example.org"}, "", ["cors_origins.0: 'example.org' is not https://host"]),
+        ({}, {}, "cors_origins: https://a.example/page", ["cors_origins.0", "is not https://host[:port]"]),
         ({}, {}, "api_keys: [{name: a, kee: s3cret}]", ["api_keys.0.kee: unknown key"]),
         ({}, {}, "api_keys: [{name: a}]", ["api_keys.0", "exactly one of key and sha256"]),
         ({}, {}, "api_keys: [{name: a, key: s3cret}, {name: a, key: b}]", ["same name"]),
@@ -101,6 +114,17 @@ def test_errors_name_field_and_source(  # noqa: PLR0917 - a table
     message = str(error.value)
     assert not [text for text in expected if text not in message], message
     assert "s3cret" not in message
+
+
+def test_origins_become_what_browsers_send() -> None:
+    given = "https://Page.example/,http://localhost:3000,null,chrome-extension://abc,*"
+    assert load_settings({"cors_origins": given}).cors_origins == (
+        "https://page.example",
+        "http://localhost:3000",
+        "null",
+        "chrome-extension://abc",
+        "*",
+    )
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -169,6 +169,43 @@ async def test_cancelling_the_waiting_task_cancels_the_call(client: Client, trit
     await asyncio.wait_for(triton.cancelled.wait(), 60)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+async def test_whoever_leaves_behind_the_final_response_cancels_nothing(
+    client: Client, triton: Any, waits: bool
+) -> None:
+    """A client that reads no further than `finish_reason` leaves at that moment.
+
+    Cancelled then, the stream would keep the model from ever being unloaded.
+    """
+    final, ends = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        yield reply("x", final=True)
+        await ends.wait()
+
+    async def read() -> None:
+        async with contextlib.aclosing(stream(client)) as responses:
+            await anext(responses)
+            await anext(responses)
+            final.set()
+            if waits:
+                await anext(responses)
+
+    triton.model.answer = answer
+    task = asyncio.create_task(read())
+    await final.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.1)
+    assert not triton.cancelled.is_set()
+    ends.set()
+    await until(lambda: triton.half_closed == 1)
+    assert not triton.cancelled.is_set()
+
+
 async def test_nobody_there_is_said_at_once(triton: Any) -> None:
     await triton.stop()
     client = Client(triton.address)
