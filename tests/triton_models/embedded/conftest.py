@@ -126,6 +126,12 @@ class Embedded(Tree):
                     self.note_run()
                 return event
 
+    def pass_over(self) -> None:
+        """Take all events that have come."""
+        with contextlib.suppress(queue.Empty):
+            while (event := self._events.get_nowait()) is not None:
+                self.seen.append(event)
+
     @property
     def ready(self) -> events.Ready:
         """The addresses."""

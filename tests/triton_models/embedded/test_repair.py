@@ -115,6 +115,8 @@ async def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
 
 async def test_a_model_that_somebody_unloaded_is_left_alone(shared: Any) -> None:
     async with connected(shared, shared.ready.repository_key) as client:
+        await client.probe(MODEL, _BOUND_S)
+        shared.pass_over()  # what the tests before did to it may be said late
         await client.unload(MODEL, _BOUND_S)
         with pytest.raises(queue.Empty):
             shared.wait_for(events.ModelDown, timeout_s=4)
