@@ -3,10 +3,10 @@
 Many guesses cost one step if they are right, since a step takes about as long for a few rows more
 (Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding", 2023). Here they
 come from no second model but from a place where the newest tokens stood already ("prompt lookup decoding",
-Saxena, 2023), which is followed over changes, since a text that is edited goes on after them as it was; or
-from the token mask, where it knows the text that follows. The engine draws at
-each guess's place as it would without guesses, and keeps the guesses that it would have drawn: random numbers
-are keyed by position, so the tokens are the same.
+Saxena, 2023), which is followed over changes, since a text that is edited goes on behind them as it was; or
+from the token mask, where it knows the text that follows. The engine draws at each guess's place as it would
+without guesses, and keeps the guesses that it would have drawn: random numbers are keyed by position, so the
+tokens are the same.
 """
 
 import logging
@@ -29,16 +29,16 @@ MATCHED = 3
 
 _WIDTH = array("i").itemsize
 _PLACES, _COMPARED = 8, 16
-"""Of so many last places where the newest tokens stood, that one is taken before which most others agree, up
-to so many."""
+"""The newest tokens may have stood in many places. Of the last `_PLACES`, the one is taken in front of which
+most tokens, of up to `_COMPARED`, are the same as in front of them."""
 _CHANGED, _NEAR = 8, 16
-"""A text that is copied is given up after so many tokens without `MATCHED` that agree; until then, it is
-found again where the newest token stands within so many tokens of where it was left."""
+"""A copied text is given up after more than `_CHANGED` tokens without `MATCHED` that agree. Until then, it is
+found again where the newest token stands within `_NEAR` tokens of where it was left."""
 _AT_FIRST = 0.5
 """How likely a guess is said to be right before any was seen."""
 _FIRST_SEEN, _SEEN = 3, 20
-"""What counts for how likely a guess is: all that was seen, and later about the last so many; the first one
-counts as much as any of so many."""
+"""How likely a guess is follows about the last `_SEEN` that were seen. The first counts for one in
+`_FIRST_SEEN`, since little is known before."""
 
 
 class Allowance(NamedTuple):
@@ -162,7 +162,7 @@ class _Original:
     def _search(self, tokens: Sequence[int]) -> int | None:
         """Return what follows the place where most of the newest tokens stood together before."""
         newest, end, count = self._known[-MATCHED * _WIDTH :], len(self._known) - _WIDTH, len(tokens)
-        best, longest, places = None, 0, 0
+        found, longest, places = None, 0, 0
         while places < _PLACES and (at := self._known.rfind(newest, 0, end)) >= 0:
             place, beside = divmod(at, _WIDTH)
             end = at + len(newest) - 1
@@ -175,8 +175,8 @@ class _Original:
             while agreed < most and tokens[place - agreed - 1] == tokens[count - agreed - 1]:
                 agreed += 1
             if agreed > longest:
-                best, longest = place, agreed
-        return best
+                found, longest = place, agreed
+        return found
 
     def _near(self, place: int) -> int:
         """Return what follows the newest token where it stands nearest to `place`; otherwise, `place`."""

@@ -253,6 +253,17 @@ def test_guesses_are_worth_it_where_they_bring_more_tokens_a_second() -> None:
     assert not DraftLimits().worthwhile(0, 0, 1)
 
 
+def test_an_engine_guesses_by_the_times_it_was_told() -> None:
+    rows = {}
+    for row_s in (0.0001, 0.020):
+        made = engine(Copier(liking=1000.0))
+        made.note_times(0.020, row_s)
+        made.add(request("a", range(CYCLE), replace(COPYING, max_tokens=60)))
+        rows[row_s] = max(each.guessed_tokens for each in steps_of(made))
+    assert rows[0.0001] == 8
+    assert rows[0.020] == 0
+
+
 def test_guesses_that_are_not_worth_their_rows_are_not_made() -> None:
     known = [1, 2, 3, 4, 5, 9, 2, 3, 4]
     assert Drafter().draft(known, Allowance(8, 0.4))

@@ -1,4 +1,5 @@
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,30 @@ def test_it_meets_prompts_of_several_steps_and_prompts_beside_decodes() -> None:
     warm_up(Engine(model, SMALL))
     assert any(positions and positions[0] == 8 for positions in model.steps)
     assert any(positions and positions[0] > 0 and 0 in positions[1:] for positions in model.steps)
+
+
+class Slow(FakeModel):
+    def forward(self, tokens: torch.Tensor, operations: Operations) -> torch.Tensor:
+        time.sleep(0.002 + 0.001 * len(tokens))
+        return super().forward(tokens, operations)
+
+
+def test_it_tells_the_engine_what_steps_and_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told = Engine(Slow(), SMALL), []
+    monkeypatch.setattr(engine, "note_times", lambda *times: told.append(times))
+    warm_up(engine)
+    [(step_s, row_s)] = told
+    assert step_s > 0.003
+    assert 0 < row_s <= step_s
+
+
+@pytest.mark.parametrize("changes", [{"max_running": 1}, {"draft_tokens": 0}])
+def test_where_nothing_is_guessed_nothing_is_timed(
+    changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(FakeModel(), replace(SMALL, **changes))
+    monkeypatch.setattr(engine, "note_times", lambda *_: pytest.fail("it was timed"))
+    warm_up(engine)
 
 
 class Broken(FakeModel):
