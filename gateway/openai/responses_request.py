@@ -19,7 +19,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.core.request import Conversation, Draft, Grammar, Message, MessageRole, NamedTool, ToolOffer
+from gateway.core.request import (
+    AllowedTools,
+    Conversation,
+    Draft,
+    Grammar,
+    Message,
+    MessageRole,
+    NamedTool,
+    ToolOffer,
+)
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
@@ -38,7 +47,7 @@ from gateway.openai.document import (
 from gateway.openai.images import Illustrated, InputImagePart, images_of
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, TokenBound
 from gateway.openai.structured import BY_TYPE, JsonSchema, PlainFormat, Schema, format_grammar
-from gateway.openai.tools import CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
+from gateway.openai.tools import BY_CHOICE, CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -211,6 +220,32 @@ class FlatNamedChoice(Strict, place="tool_choice"):
     type: Literal["function"]
     name: ToolName
 
+    @property
+    def chosen(self) -> NamedTool:
+        """The choice in our own words."""
+        return NamedTool(self.name)
+
+
+class FlatAllowedChoice(Strict, place="tool_choice"):
+    """The choice of some of the tools: others are not offered to the model."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[FlatNamedChoice], Field(min_length=1, max_length=TOOLS_LIMIT)]
+
+    @property
+    def chosen(self) -> AllowedTools:
+        """The choice in our own words."""
+        return AllowedTools(frozenset(tool.name for tool in self.tools), self.mode)
+
+
+FlatChoice = Annotated[
+    Annotated[ChoiceMode, Tag("a mode")]
+    | Annotated[FlatNamedChoice, Tag("a function")]
+    | Annotated[FlatAllowedChoice, Tag("a allowed_tools")],
+    BY_CHOICE,
+]
+
 
 class FlatJsonSchemaFormat(JsonSchema, place="text.format"):
     """JSON that follows a schema."""
@@ -279,7 +314,7 @@ class ResponsesRequest(GenerationRequest):
         ]
         | None
     ) = None
-    tool_choice: ChoiceMode | FlatNamedChoice | None = None
+    tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningOptions | None = None
@@ -313,9 +348,9 @@ class ResponsesRequest(GenerationRequest):
 
     def _offer(self) -> ToolOffer | None:
         choice = self.tool_choice
-        named = NamedTool(choice.name) if isinstance(choice, FlatNamedChoice) else choice
+        chosen = choice if choice is None or isinstance(choice, str) else choice.chosen
         single = self.parallel_tool_calls is False
-        return offer_of(self.tools or (), named, path="tools.{}", single=single)
+        return offer_of(self.tools or (), chosen, path="tools.{}", single=single)
 
     @property
     def formatted(self) -> Grammar | None:
