@@ -229,13 +229,13 @@ class Answering:
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
-        with _naming(request.subject, ContextLengthError):
+        with _naming(request.subject, ContextLengthError, request.bound_field):
             accepted = await running.start(generations, self._request.receive, patience_s=patience_s)
         if accepted is not None and not request.stream:
             return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
-            _events(running, generations, answer, accepted, record, subject=request.subject),
+            _events(running, generations, answer, accepted, record, request=request),
             on_gone=lambda: running.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
@@ -293,12 +293,13 @@ AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
 @contextmanager
-def _naming(subject: str, kind: type[InvalidRequestError]) -> Iterator[None]:
-    """Have errors of this kind that name no field of the request name `subject`."""
+def _naming(subject: str, kind: type[InvalidRequestError], bound: str = "max_tokens") -> Iterator[None]:
+    """Have errors of this kind that name no field of the request name `subject`, and its limit `bound`."""
     try:
         yield
     except kind as error:
-        raise type(error)(error.message, param=error.param or subject) from None
+        message = error.message.replace(" max_tokens is ", f" {bound} is ")  # as models say
+        raise type(error)(message, param=error.param or subject) from None
 
 
 async def _events(
@@ -308,11 +309,11 @@ async def _events(
     accepted: Accepted | None,
     record: RequestRecord,
     *,
-    subject: str,
+    request: GenerationRequest,
 ) -> AsyncGenerator[bytes, None]:
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
     try:
-        with _naming(subject, ContextLengthError):
+        with _naming(request.subject, ContextLengthError, request.bound_field):
             accepted = accepted or await running.accepted(generations)
         if accepted is not None:
             answer.accept(accepted)

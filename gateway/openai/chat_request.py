@@ -243,6 +243,11 @@ class ChatRequest(AnyCompletionRequest):
         """The client's limit on new tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def bound_field(self) -> str:
+        """The name of the field with that limit."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     @cached_property
     def continued(self) -> Conversation:
         """The conversation and the tools."""

@@ -332,6 +332,11 @@ class ResponsesRequest(GenerationRequest):
         return self.max_output_tokens
 
     @property
+    def bound_field(self) -> str:
+        """The name of the field with that limit."""
+        return "max_output_tokens"
+
+    @property
     def logprobs(self) -> int | None:
         """How many alternatives are reported beside each token; None: no log-probabilities are."""
         return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
