@@ -113,6 +113,13 @@ class ResponseReasoning(Struct, frozen=True, kw_only=True):
     summary: None = None
 
 
+class InputTokens(Struct, frozen=True, kw_only=True):
+    """How many tokens an input has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseDocument(Struct, frozen=True, kw_only=True):
     """A response in any state. It repeats the request; what that left open has the value that was used."""
 
