@@ -124,8 +124,8 @@ def read_shape(directory: Path) -> Shape:
         )
     except KeyError as error:
         raise SizingError(
-            f"{path}: not a checkpoint that can be sized: only those in ChatGLM's form are, which has "
-            f"{error.args[0]}; this one's model_type is {document.get('model_type')!r}"
+            f"{path}: not a checkpoint that can be sized: it has no {error.args[0]!r}, "
+            f"and its model_type is {document.get('model_type')!r}"
         ) from error
     except ValueError as error:
         raise SizingError(f"{path}: not a checkpoint that can be sized: {error}") from error
