@@ -85,13 +85,9 @@ ANNOTATIONS: Final = frozenset(
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS: Final = _MAPS[2:]
-_IN_USE: Final = (
-    *_MAPS[:2],
-    *_IN_PLACE,
-    *("prefixItems", "items", "additionalProperties", "propertyNames", "contains"),
-    *("not", "if", "then", "else"),
-)
-"""The keywords whose values are schemas, lists of schemas, or maps."""
+_ENFORCED: Final = (*_MAPS[:2], *_IN_PLACE, "prefixItems", "items", "additionalProperties")
+_IN_USE: Final = (*_ENFORCED, "propertyNames", "contains", "not", "if", "then", "else")
+"""The keywords whose values are schemas, lists of schemas, or maps; llguidance refuses the later ones."""
 
 _OLD: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 """Keywords of older drafts, which llguidance ignores."""
@@ -238,9 +234,9 @@ def reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def keywords_alone(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what restricts values in each of the schemas that are `reachable`, without the schemas in it."""
+    """Yield what each of the `reachable` schemas asks for by itself: without the schemas in it."""
     for where, each in reachable(schema, path):
-        alone = {name: each[name] for name in each.keys() - ANNOTATIONS - {*_IN_USE, "$ref"}}
+        alone = {name: each[name] for name in each.keys() - ANNOTATIONS - {*_ENFORCED, "$ref"}}
         if alone.keys() - {"type"}:
             yield where, alone
 

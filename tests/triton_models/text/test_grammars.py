@@ -242,7 +242,7 @@ def test_of_masks_filled_at_once_only_the_broken_one_fails(
         ("json_schema", "{", "JSON"),
         ("json_schema", "[]", "object"),
         ("json_schema", '{"type": "strin"}', "strin"),
-        ("json_schema", '{"not": {}}', "not"),
+        ("json_schema", '{"items": {"not": {}}}', r"^\$\.items: .*not"),
         ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', r"^\$\.properties\.a: .*uniqueItems"),
         ("json_schema", '{"items": {"type": "string", "pattern": "a(?=b)"}}', r"^\$\.items: .*look-ahead"),
         ("json_schema", '{"if": {}}', "if"),
