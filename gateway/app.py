@@ -14,7 +14,7 @@ from starlette.routing import Route
 from gateway import version
 from gateway.anthropic import routes as anthropic
 from gateway.core.upstream import Upstream
-from gateway.http import openapi, ops, routes
+from gateway.http import openapi, ops, routes, tokens
 from gateway.http.middleware import IGNORED_HEADER, BodyLimitMiddleware, RecordMiddleware, error_handlers
 from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records
 from gateway.http.sites import Sites
@@ -128,6 +128,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     page = [page_router()] if settings.chat_page else []
     routers = (
         routes.router,
+        tokens.router,
         anthropic.router,
         predict.router,
         ops.admin_router,

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 from pydantic import SecretStr
@@ -367,11 +367,11 @@ def models(*, url: str | None, key: str | None, config: Path | None, timeout_s: 
 
 
 @main.command()
-@click.argument("messages", type=click.File(encoding="utf-8"), default="-")
+@click.argument("messages", type=click.File("rb"), default="-")
 @click.option("--model", required=True, help="public name, or an alias")
 @settings_options()
 @_timeout
-def prompt(*, messages: TextIO, model: str, config: Path | None, timeout_s: float, **flags: Any) -> None:
+def prompt(*, messages: BinaryIO, model: str, config: Path | None, timeout_s: float, **flags: Any) -> None:
     """Show what a model is given to read, and the ids of its tokens.
 
     MESSAGES is a file of JSON, or - for standard input: a list of messages, or a request with messages, and

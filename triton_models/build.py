@@ -8,8 +8,10 @@
 The repository may be moved: whatever the entry names is in its own folder.
 """
 
+import re
 import shutil
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ TRITON = "26.07-py3"
 """The tag of NVIDIA's image, as in deploy/docker/triton.Dockerfile."""
 _IMAGES_PYTHON = "python3.12"
 """Of NVIDIA's images since 24.11."""
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _ARCHIVE = f"environment{SUFFIX}"
 _WEIGHTS = {".safetensors", ".bin", ".pth", ".pt", ".gguf"}
 """What files of weights end with."""
@@ -100,6 +103,18 @@ def _images_python() -> str:
     return found
 
 
+def _tag(_context: click.Context, _parameter: click.Parameter, tag: str) -> str:
+    if not _TAG.fullmatch(tag):
+        raise click.BadParameter(f"{tag!r} is no tag of an image")
+    return tag
+
+
+def _packed_before(_context: click.Context, _parameter: click.Parameter, archive: Path | None) -> Path | None:
+    if archive is not None and not tarfile.is_tarfile(archive):
+        raise click.BadParameter(f"{archive} is no archive of tar")
+    return archive
+
+
 @click.command(context_settings={"max_content_width": 110})
 @click.option("--model", required=True, metavar="[NAME=]DIR", help="checkpoint directory, as published")
 @click.option(
@@ -111,7 +126,13 @@ def _images_python() -> str:
 @click.option("--name", help="of the model  [default: the directory's name]")
 @click.option("--device", default="cuda:0", show_default=True, metavar="cpu|cuda:N")
 @click.option("--link", is_flag=True, help="link the checkpoint instead of copying it")
-@click.option("--triton", default=TRITON, show_default=True, help="tag of NVIDIA's image, for the Dockerfile")
+@click.option(
+    "--triton",
+    default=TRITON,
+    show_default=True,
+    callback=_tag,
+    help="tag of NVIDIA's image, for the Dockerfile",
+)
 @click.option(
     "--python",
     show_default=_IMAGES_PYTHON,
@@ -133,6 +154,7 @@ def _images_python() -> str:
 @click.option(
     "--archive",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    callback=_packed_before,
     help=f"an {_ARCHIVE} that was packed before",
 )
 @model_flags

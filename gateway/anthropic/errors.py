@@ -6,6 +6,7 @@ from typing import Final
 
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.chat.conversation import ANSWERED_TWICE, NO_CALL, NO_RESULT
 from gateway.errors import ContextLengthError, GatewayError
 
 REQUEST_ID_HEADER: Final = "Request-Id"
@@ -27,6 +28,15 @@ _TOGETHER: Final = re.compile(
     r"the prompt has (\d+) tokens and max_tokens is (\d+): together \d+, and the context is (\d+)"
 )
 """How our own models say that there is room for the prompt, but not for `max_tokens`, too."""
+
+_WORDS: Final[Mapping[str, str]] = {
+    ANSWERED_TWICE: "each `tool_use` must have a single `tool_result`, and this is the second of one.",
+    NO_CALL: "unexpected `tool_use_id` found in `tool_result` blocks. Each `tool_result` block must have a "
+    "corresponding `tool_use` block in the previous message.",
+    NO_RESULT: "`tool_use` ids were found without `tool_result` blocks immediately after. Each `tool_use` "
+    "block must have a corresponding `tool_result` block in the next message.",
+}
+"""What is said of calls and results in OpenAI's words, in Anthropic's: agents look for some of them."""
 
 THREAD: Final = "thread"
 """The field by which a client has its conversation kept on the server."""
@@ -65,12 +75,11 @@ def is_of_messages(path: str) -> bool:
 def messages_error(error: GatewayError, request_id: str) -> MessagesError:
     """Write `error`, which ended the request of that id."""
     other = "invalid_request_error" if error.status < _SERVER_ERROR else "api_error"
+    message = _WORDS.get(error.message, error.message)
     if isinstance(error, ContextLengthError):
-        message = _of_context(error.message)
-    elif error.param is None or error.param in error.message:
-        message = error.message
-    else:
-        message = f"{error.param}: {error.message}"
+        message = _of_context(message)
+    elif error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
     details = _DETAILS.get(error.param or "", UNSET)
     return MessagesError(
         error=MessagesErrorBody(_TYPES.get(error.status, other), message, details), request_id=request_id

@@ -255,6 +255,11 @@ def _turns(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer | None
     return turns + _observations(caller, results)
 
 
+ANSWERED_TWICE: Final = "this call was answered before"
+NO_CALL: Final = "a tool message must answer a tool call of the assistant message before it"
+NO_RESULT: Final = "an assistant message that calls tools must be followed by a tool message for each call"
+
+
 def _observations(caller: Message | None, results: Sequence[Message]) -> list[Turn]:
     """Return the results of the calls of `caller`, in the order of the calls.
 
@@ -266,18 +271,12 @@ def _observations(caller: Message | None, results: Sequence[Message]) -> list[Tu
     contents: dict[str, str] = {}
     for result in results:
         if result.answers in contents:
-            raise InvalidRequestError("this call was answered before", param=result.field)
+            raise InvalidRequestError(ANSWERED_TWICE, param=result.field)
         if result.answers is None or result.answers not in ids:
-            raise InvalidRequestError(
-                "a tool message must answer a tool call of the assistant message before it",
-                param=result.field,
-            )
+            raise InvalidRequestError(NO_CALL, param=result.field)
         contents[result.answers] = result.content
     if caller is not None and len(contents) < len(ids):
-        raise InvalidRequestError(
-            "an assistant message that calls tools must be followed by a tool message for each call",
-            param=caller.field,
-        )
+        raise InvalidRequestError(NO_RESULT, param=caller.field)
     return [Turn("observation", contents[call.id]) for call in calls]
 
 

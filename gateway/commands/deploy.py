@@ -27,6 +27,8 @@ _CPU = re.compile(r"[0-9]+(\.[0-9]+)?|[0-9]+m")
 _MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _CLAIM = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+_URL = re.compile(r"https?://[^\s/]\S*")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -233,7 +235,10 @@ def _instances(_context: click.Context, _parameter: click.Parameter, given: str)
 @click.option("--keda", "scaler", flag_value="keda", help="scale by KEDA: running and waiting requests")
 @click.option("--hpa", "scaler", flag_value="hpa", help="scale without KEDA: waiting requests, KV pressure")
 @click.option(
-    "--prometheus", metavar="URL", help="Prometheus that KEDA asks, which scrapes the gateways' /metrics"
+    "--prometheus",
+    metavar="URL",
+    callback=_matching(_URL, "URL such as http://prometheus:9090"),
+    help="Prometheus that KEDA asks, which scrapes the gateways' /metrics",
 )
 @click.option(
     "--namespace",
@@ -241,8 +246,18 @@ def _instances(_context: click.Context, _parameter: click.Parameter, given: str)
     show_default=True,
     callback=_matching(_DNS_LABEL, "name of a namespace"),
 )
-@click.option("--image", metavar="IMAGE", help="the gateway's, with its registry and tag")
-@click.option("--triton-image", metavar="IMAGE", help="Triton's, with its registry and tag")
+@click.option(
+    "--image",
+    metavar="IMAGE",
+    callback=_matching(_IMAGE, "name of an image"),
+    help="the gateway's, with its registry and tag",
+)
+@click.option(
+    "--triton-image",
+    metavar="IMAGE",
+    callback=_matching(_IMAGE, "name of an image"),
+    help="Triton's, with its registry and tag",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

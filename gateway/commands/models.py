@@ -4,6 +4,7 @@ Both go the gateway's own way: the settings, the upstream that a gateway would h
 """
 
 import asyncio
+import codecs
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from gateway.core.upstream import Tokens
 from gateway.errors import GatewayError
 from gateway.openai.document import Reading, read_object
 from gateway.openai.tokenize import TokenizeRequest
+from gateway.openai.wording import why_not_json
 from gateway.settings import Settings
 from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.public import PublicModels
@@ -158,16 +160,17 @@ def show(tokens: Tokens) -> str:
     return f"{text}\n\n{len(tokens.ids)} tokens: {' '.join(map(str, tokens.ids))}"
 
 
-def print_prompt(settings: Settings, model: str, text: str, timeout_s: float) -> None:
+def print_prompt(settings: Settings, model: str, text: bytes, timeout_s: float) -> None:
     """Print what `model` is given for the JSON in `text`.
 
     Raises:
         ClientError: it cannot be told.
     """
     try:
-        body = json.loads(text) if text.lstrip().startswith("[") else read_object(text.encode())
+        text = text.removeprefix(codecs.BOM_UTF8)
+        body = json.loads(text) if text.lstrip().startswith(b"[") else read_object(text)
         click.echo(show(asyncio.run(prompt_of(settings, model, body, timeout_s=timeout_s))))
     except ValueError:
-        raise ClientError("the messages are not valid JSON") from None
+        raise ClientError(f"the messages are not valid JSON: {why_not_json(text)}") from None
     except (GatewayError, TemplateError, VocabularyError) as error:
         raise ClientError(str(error)) from None

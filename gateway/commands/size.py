@@ -5,6 +5,7 @@ planning; the engine itself does not estimate the memory of its steps, it measur
 """
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ GRAPHS: Final = 150
 """Captured steps at `MAX_RUNNING`: those of decodes only, in two graphs each, and those with prompts."""
 _FLOAT32: Final = 4
 _CONTEXTS: Final = (1024, 2048, 4096, 8192, 32768, 131072)
+_MOST_GIB: Final = 2**20
 _CONTEXT_BYTES: Final = GIB // 2
 """What the driver and its libraries take of a device for one process."""
 
@@ -104,6 +106,8 @@ def read_shape(directory: Path) -> Shape:
         raise SizingError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise SizingError(f"{path}: not JSON") from error
+    if not isinstance(document, dict):
+        raise SizingError(f"{path}: not a JSON object")
     try:
         heads = _count(document["num_attention_heads"])
         shared = document.get("multi_query_attention") is True
@@ -118,11 +122,13 @@ def read_shape(directory: Path) -> Shape:
             context=_count(document["seq_length"]),
             bias=bool(document["add_qkv_bias"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        kind = document.get("model_type") if isinstance(document, dict) else None
+    except KeyError as error:
         raise SizingError(
-            f"{path}: not a checkpoint that can be sized: model_type {kind!r} ({error})"
+            f"{path}: not a checkpoint that can be sized: it has no {error.args[0]!r}, "
+            f"and its model_type is {document.get('model_type')!r}"
         ) from error
+    except ValueError as error:
+        raise SizingError(f"{path}: not a checkpoint that can be sized: {error}") from error
 
 
 def _count(value: Any) -> int:
@@ -154,7 +160,7 @@ def fit(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX
 )
 @click.option(
     "--gpu-memory",
-    type=click.FloatRange(0, min_open=True),
+    type=click.FloatRange(0, _MOST_GIB, min_open=True),
     required=True,
     metavar="GIB",
     help="memory of one GPU in GiB, as nvidia-smi shows it",
@@ -163,6 +169,8 @@ def fit(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX
 @click.option("--max-running", type=click.IntRange(1), default=MAX_RUNNING, show_default=True)
 def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> None:
     """Estimate how much of a GPU a checkpoint takes and how many sequences fit; status 1 if none does."""
+    if math.isnan(gpu_memory):
+        raise click.BadParameter("nan is no number", param_hint="--gpu-memory")
     shape = read_shape(directory)
     sizing = fit(
         shape, gpu_bytes=int(gpu_memory * GIB), item_bytes=ITEM_BYTES[dtype], max_running=max_running

@@ -129,6 +129,8 @@ class Tool:
     parameters: Mapping[str, Any]
     strict: bool = False
     """Enforce the whole schema on the arguments; otherwise only what can be enforced."""
+    place: int = field(default=0, compare=False)
+    """Its index among the request's tools, of which perhaps not all are offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,14 @@ class NamedTool:
     """The choice of one tool."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """The choice of some tools: only these are offered."""
+
+    names: frozenset[str]
+    choice: Literal["auto", "required"]
 
 
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
@@ -146,7 +156,7 @@ class ToolOffer:
     """The tools that the model may call, at least one, and which it must.
 
     `field`, `schema_field` and `choice_field` are the names in the request of the tools, of one tool's schema
-    (`{}` is its index), and of the choice.
+    (`{}` is its place), and of the choice.
     """
 
     tools: tuple[Tool, ...]
@@ -272,7 +282,7 @@ class Generation(Sampling, frozen=True, kw_only=True):
             return None if self.grammar is None else self.grammar.field
         if text and self.grammar is not None:
             return self.grammar.field
-        for at, each in enumerate(offer.tools):
+        for each in offer.tools:
             if each.name == tool:
-                return offer.schema_field.format(at)
+                return offer.schema_field.format(each.place)
         return offer.field if self.grammar is None or offer.choice != "auto" else None

@@ -29,7 +29,6 @@ from gateway.errors import (
     InvalidRequestError,
     NotFoundError,
     PermissionDeniedError,
-    UnavailableError,
     UnsupportedMediaTypeError,
 )
 from gateway.http.openapi import body_of, complete, streamed_or_complete
@@ -46,16 +45,8 @@ from gateway.openai.document import Body, Reading
 from gateway.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, embeddings_answer
 from gateway.openai.params import GenerationRequest
 from gateway.openai.responses_answer import ResponseDocument, ResponsesAnswer, StreamEvent
-from gateway.openai.responses_request import ResponsesRequest
-from gateway.openai.tokenize import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-    TokenizerInfo,
-    tokenize_answer,
-    tokenizer_info,
-)
+from gateway.openai.responses_request import InputTokensRequest, ResponsesRequest
+from gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from gateway.settings import Settings
 from gateway.settings.values import Scope, is_local, is_loopback
 
@@ -159,7 +150,7 @@ async def read_json(request: Request, gateway: Gateway, record: RequestRecord, a
     return await read_body(request, gateway, record)
 
 
-def _reading(gateway: Gateway, record: RequestRecord) -> Reading:
+def reading_of(gateway: Gateway, record: RequestRecord) -> Reading:
     """Return how a body is read; what it ignores, the answer names."""
     served = gateway.models(record.key_name)
 
@@ -208,7 +199,7 @@ class Answering:
         admission = gateway.tokenizing if tokenizes else gateway.admission
         body = await read_json(self._request, gateway, record, admission)
         await self._running.reached(self._request.receive)
-        return await gateway.bodies.read(body, partial(kind.read, body, _reading(gateway, record)))
+        return await gateway.bodies.read(body, partial(kind.read, body, reading_of(gateway, record)))
 
     async def respond(
         self, request: GenerationRequest, answer: Answer, ping: ServerSentEvent = PING
@@ -229,13 +220,13 @@ class Answering:
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
         # A stream whose model takes long to load begins with pings.
         patience_s = settings.ping_interval_s if request.stream else math.inf
-        with _naming(request.subject, ContextLengthError):
+        with _naming(request.subject, ContextLengthError, request.bound_field):
             accepted = await running.start(generations, self._request.receive, patience_s=patience_s)
         if accepted is not None and not request.stream:
             return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
-            _events(running, generations, answer, accepted, record, subject=request.subject),
+            _events(running, generations, answer, accepted, record, request=request),
             on_gone=lambda: running.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
@@ -243,7 +234,9 @@ class Answering:
             ping=ping,
         )
 
-    async def tokens(self, request: TokenizeRequest | DetokenizeRequest | CountTokensRequest) -> Tokens:
+    async def tokens(
+        self, request: TokenizeRequest | DetokenizeRequest | CountTokensRequest | InputTokensRequest
+    ) -> Tokens:
         """Return what the tokenizer of `request`'s model makes of it.
 
         Raises:
@@ -293,12 +286,13 @@ AnsweringDep = Annotated[Answering, Depends(_answering)]
 
 
 @contextmanager
-def _naming(subject: str, kind: type[InvalidRequestError]) -> Iterator[None]:
-    """Have errors of this kind that name no field of the request name `subject`."""
+def _naming(subject: str, kind: type[InvalidRequestError], bound: str = "max_tokens") -> Iterator[None]:
+    """Have errors of this kind that name no field of the request name `subject`, and its limit `bound`."""
     try:
         yield
     except kind as error:
-        raise type(error)(error.message, param=error.param or subject) from None
+        message = error.message.replace(" max_tokens is ", f" {bound} is ")  # as models say
+        raise type(error)(message, param=error.param or subject) from None
 
 
 async def _events(
@@ -308,11 +302,11 @@ async def _events(
     accepted: Accepted | None,
     record: RequestRecord,
     *,
-    subject: str,
+    request: GenerationRequest,
 ) -> AsyncGenerator[bytes, None]:
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
     try:
-        with _naming(subject, ContextLengthError):
+        with _naming(request.subject, ContextLengthError, request.bound_field):
             accepted = accepted or await running.accepted(generations)
         if accepted is not None:
             answer.accept(accepted)
@@ -452,40 +446,3 @@ async def create_embeddings(answering: AnsweringDep) -> Response:
     """Return the vectors of texts."""
     request = await answering.read(EmbeddingsRequest)
     return respond_with(embeddings_answer(request, await answering.vectors(request)))
-
-
-@router.post(
-    "/tokenize",
-    openapi_extra=body_of(TokenizeRequest),
-    responses=complete(TokenizeAnswer),
-)
-async def tokenize(gateway: GatewayDep, record: RecordDep, answering: AnsweringDep) -> Response:
-    """Return the ids of a text, or of a conversation as the model would be given it."""
-    request = await answering.read(TokenizeRequest, tokenizes=True)
-    tokens = await answering.tokens(request)
-    max_context = gateway.model(request.model, record.key_name).max_context
-    return respond_with(tokenize_answer(tokens, max_context))
-
-
-@router.post(
-    "/detokenize",
-    openapi_extra=body_of(DetokenizeRequest),
-    responses=complete(DetokenizeAnswer),
-)
-async def detokenize(answering: AnsweringDep) -> Response:
-    """Return the text of a model's token ids."""
-    tokens = await answering.tokens(await answering.read(DetokenizeRequest, tokenizes=True))
-    return respond_with(DetokenizeAnswer(tokens.text))
-
-
-@router.get("/tokenizer_info", responses=complete(TokenizerInfo))
-async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str | None = None) -> Response:
-    """Describe a model's tokenizer; `model` may be left out where one is served."""
-    name = model or _reading(gateway, record).model
-    if name is None:
-        raise InvalidRequestError("Several models are served: name one, as ?model=...", param="model")
-    card = gateway.model(name, record.key_name)
-    record.model = card.id
-    if card.chat_format is None:
-        raise UnavailableError(f"The model {card.id} has not been reached yet.")
-    return respond_with(tokenizer_info(card.chat_format, card.max_context))

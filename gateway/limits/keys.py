@@ -71,7 +71,9 @@ class Keyring:
             presented = headers.get("x-api-key", "")
         presented = presented.strip(" \t")
         if not presented:
-            raise AuthenticationError("An API key is needed: send the header Authorization: Bearer KEY.")
+            raise AuthenticationError(
+                "An API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY."
+            )
         digest = hashlib.sha256(presented.encode("latin-1")).digest()
         found: _Known | None = None
         for known in self._known:  # no early exit: timing must not reveal which key matched

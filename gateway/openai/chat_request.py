@@ -26,12 +26,11 @@ from gateway.openai.document import (
 from gateway.openai.images import ImagePart, images_of, joined
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
 from gateway.openai.tools import (
-    ChoiceMode,
+    Choice,
     FunctionCall,
     FunctionName,
     Functions,
     MessageCall,
-    NamedChoice,
     Tools,
     offer_of,
     offer_of_tools,
@@ -229,7 +228,7 @@ class ChatRequest(AnyCompletionRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
     tools: Tools | None = None
-    tool_choice: ChoiceMode | NamedChoice | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Functions | None, _DEPRECATED] = None
     function_call: Annotated[Literal["none", "auto"] | FunctionName | None, _DEPRECATED] = None
@@ -243,6 +242,11 @@ class ChatRequest(AnyCompletionRequest):
     def token_bound(self) -> int | None:
         """The client's limit on new tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def bound_field(self) -> str:
+        """The name of the field with that limit."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @cached_property
     def continued(self) -> Conversation:

@@ -5,7 +5,7 @@ In OpenAI's format, with token ids as in vLLM.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
@@ -40,12 +40,19 @@ PROMPTS_LIMIT = 128
 """Prompts in one request; a setting limits the answers to all of them."""
 
 
-def kind_of_prompt(prompt: Any) -> str:
-    """Return the kind of `prompt`, decided by its first item, so that errors are about the other items."""
+def _kind_of(prompt: Any) -> str | None:
     if not isinstance(prompt, list):
-        return "text"
+        return "text" if isinstance(prompt, str) else None
     first = prompt[0] if prompt else None
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+BY_KIND: Final = Discriminator(
+    _kind_of,
+    custom_error_type="prompt_type",
+    custom_error_message="Input should be a string or an array",
+)
+"""Selects the kind of a prompt by its first item, so that errors are about the other items."""
 
 
 def prompts_of(given: Any) -> tuple[PlainText | TokenIds, ...]:
@@ -60,7 +67,7 @@ Prompts = Annotated[
     | Annotated[Ids, Tag("ids")]
     | Annotated[Items[str], Field(max_length=PROMPTS_LIMIT), Tag("texts")]
     | Annotated[Items[Ids], Field(max_length=PROMPTS_LIMIT), Tag("lists")],
-    Discriminator(kind_of_prompt),
+    BY_KIND,
 ]
 
 

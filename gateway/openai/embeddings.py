@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Struct
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from gateway.core.upstream import Embedding, Vector
-from gateway.openai.completions import Ids, kind_of_prompt, prompts_of
+from gateway.openai.completions import BY_KIND, Ids, prompts_of
 from gateway.openai.document import Body, Items
 from gateway.openai.params import BOOKKEEPING
 from wire.limits import INT64_MAX
@@ -23,7 +23,7 @@ Inputs = Annotated[
     | Annotated[Ids, Tag("ids")]
     | Annotated[Items[Text], Field(min_length=1, max_length=INPUTS_LIMIT), Tag("texts")]
     | Annotated[Items[Ids], Field(min_length=1, max_length=INPUTS_LIMIT), Tag("lists")],
-    Discriminator(kind_of_prompt),
+    BY_KIND,
 ]
 
 

@@ -214,14 +214,18 @@ class GenerationRequest(Body, ABC):
         bound = max(self.token_bound or 0, self.min_tokens or 0)
         if limit is None or bound <= limit:
             return
-        names = ("max_completion_tokens", "max_output_tokens", "max_tokens", "min_tokens")
-        field = next(name for name in names if getattr(self, name, None) == bound)
+        field = self.bound_field if bound == self.token_bound else "min_tokens"
         raise InvalidRequestError(f"{field} is {bound}, and this model allows {limit}.", param=field)
 
     @property
     @abstractmethod
     def token_bound(self) -> int | None:
         """The client's limit on new tokens."""
+
+    @property
+    def bound_field(self) -> str:
+        """The name of the field with that limit."""
+        return "max_tokens"
 
     @cached_property
     @abstractmethod

@@ -15,7 +15,6 @@ from gateway.openai.answer import EventsAnswer, incomplete, new_id
 from gateway.openai.chat_answer import TokenLogprobContent, logprobs_document, new_call_id
 from gateway.openai.responses_request import (
     FlatJsonSchemaFormat,
-    FlatNamedChoice,
     ResponsesRequest,
     TextConfig,
 )
@@ -114,6 +113,13 @@ class ResponseReasoning(Struct, frozen=True, kw_only=True):
     summary: None = None
 
 
+class InputTokens(Struct, frozen=True, kw_only=True):
+    """How many tokens an input has."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class ResponseDocument(Struct, frozen=True, kw_only=True):
     """A response in any state. It repeats the request; what that left open has the value that was used."""
 
@@ -165,7 +171,7 @@ class ResponseDocument(Struct, frozen=True, kw_only=True):
             safety_identifier=request.safety_identifier,
             temperature=1.0 if request.temperature is None else request.temperature,
             text={"format": _format(request.text)},
-            tool_choice=choice.model_dump() if isinstance(choice, FlatNamedChoice) else choice,
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[{**tool.model_dump(), "strict": bool(tool.strict)} for tool in request.tools or ()],
             top_logprobs=request.top_logprobs or 0,
             top_p=1.0 if request.top_p is None else request.top_p,

@@ -1,4 +1,4 @@
-"""`/v1/responses`: the request and its items, as OpenAI defines them, for a server that stores no responses.
+"""`/v1/responses`, and the count of its input: requests and items, as OpenAI has them, with nothing stored.
 
 Several adjacent items can form one message of the conversation: an assistant's text and its calls. Ids and
 states of items are bookkeeping, since nothing is stored that they could refer to.
@@ -19,10 +19,21 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from gateway.core.request import Conversation, Draft, Grammar, Message, MessageRole, NamedTool, ToolOffer
+from gateway.core.request import (
+    AllowedTools,
+    Conversation,
+    Draft,
+    Grammar,
+    Message,
+    MessageRole,
+    NamedTool,
+    ToolOffer,
+)
+from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
+    Body,
     Content,
     Items,
     Reading,
@@ -38,7 +49,7 @@ from gateway.openai.document import (
 from gateway.openai.images import Illustrated, InputImagePart, images_of
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, TokenBound
 from gateway.openai.structured import BY_TYPE, JsonSchema, PlainFormat, Schema, format_grammar
-from gateway.openai.tools import CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
+from gateway.openai.tools import BY_CHOICE, CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -211,6 +222,32 @@ class FlatNamedChoice(Strict, place="tool_choice"):
     type: Literal["function"]
     name: ToolName
 
+    @property
+    def chosen(self) -> NamedTool:
+        """The choice in our own words."""
+        return NamedTool(self.name)
+
+
+class FlatAllowedChoice(Strict, place="tool_choice"):
+    """The choice of some of the tools: others are not offered to the model."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[FlatNamedChoice], Field(min_length=1, max_length=TOOLS_LIMIT)]
+
+    @property
+    def chosen(self) -> AllowedTools:
+        """The choice in our own words."""
+        return AllowedTools(frozenset(tool.name for tool in self.tools), self.mode)
+
+
+FlatChoice = Annotated[
+    Annotated[ChoiceMode, Tag("a mode")]
+    | Annotated[FlatNamedChoice, Tag("a function")]
+    | Annotated[FlatAllowedChoice, Tag("a allowed_tools")],
+    BY_CHOICE,
+]
+
 
 class FlatJsonSchemaFormat(JsonSchema, place="text.format"):
     """JSON that follows a schema."""
@@ -251,15 +288,15 @@ def _included(value: str, info: ValidationInfo) -> str:
     return value
 
 
-class ResponsesRequest(GenerationRequest):
-    """A request for a response. Null means absent everywhere."""
+Input = Annotated[
+    str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)
+]
 
-    unsupported: ClassVar[Mapping[str, Any]] = {
-        "prompt": None,
-        "background": False,
-        "conversation": None,
-        "previous_response_id": None,
-    }
+
+class _InputRequest(Body):
+    """What makes a prompt. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = {"conversation": None, "previous_response_id": None}
     refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("background", "conversation", "previous_response_id"),
         "needs a server that keeps responses, which this one does not: "
@@ -268,18 +305,15 @@ class ResponsesRequest(GenerationRequest):
 
     subject: ClassVar[str] = "input"
 
-    input: Annotated[
-        str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)
-    ]
+    input: Input | None = None
     instructions: Annotated[str | None, Field(description="a system message before all others")] = None
-    max_output_tokens: TokenBound | None = None
     tools: (
         Annotated[
             Items[Annotated[FlatFunctionTool, BeforeValidator(_function)]], Field(max_length=TOOLS_LIMIT)
         ]
         | None
     ) = None
-    tool_choice: ChoiceMode | FlatNamedChoice | None = None
+    tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningOptions | None = None
@@ -288,6 +322,37 @@ class ResponsesRequest(GenerationRequest):
         Annotated[Literal["auto", "disabled"], AfterValidator(_truncation)] | None,
         Field(description="auto is ignored: nothing is left out"),
     ] = None
+
+    @cached_property
+    def continued(self) -> Conversation:
+        """The conversation and the tools."""
+        items = () if self.input is None or isinstance(self.input, str) else self.input
+        messages = messages_of(items, self.instructions)
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input, field="input"))
+        effort = self.reasoning.effort if self.reasoning else None
+        switches = {} if effort is None else {"reasoning_effort": effort}
+        return Conversation(tuple(messages), self._offer(), switches | (self.chat_template_kwargs or {}))
+
+    def _offer(self) -> ToolOffer | None:
+        choice = self.tool_choice
+        chosen = choice if choice is None or isinstance(choice, str) else choice.chosen
+        single = self.parallel_tool_calls is False
+        return offer_of(self.tools or (), chosen, path="tools.{}", single=single)
+
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that `text.format` asks for."""
+        return format_grammar(self.text.format if self.text else None, "text.format")
+
+
+class ResponsesRequest(_InputRequest, GenerationRequest):
+    """A request for a response. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = {"prompt": None, "background": False}
+
+    input: Input
+    max_output_tokens: TokenBound | None = None
     include: Annotated[Items[Annotated[str, AfterValidator(_included)]], Field(max_length=64)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
 
@@ -297,30 +362,14 @@ class ResponsesRequest(GenerationRequest):
         return self.max_output_tokens
 
     @property
+    def bound_field(self) -> str:
+        """The name of the field with that limit."""
+        return "max_output_tokens"
+
+    @property
     def logprobs(self) -> int | None:
         """How many alternatives are reported beside each token; None: no log-probabilities are."""
         return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
-
-    @cached_property
-    def continued(self) -> Conversation:
-        """The conversation and the tools."""
-        messages = messages_of(() if isinstance(self.input, str) else self.input, self.instructions)
-        if isinstance(self.input, str):
-            messages.append(Message(role="user", content=self.input, field="input"))
-        effort = self.reasoning.effort if self.reasoning else None
-        switches = {} if effort is None else {"reasoning_effort": effort}
-        return Conversation(tuple(messages), self._offer(), switches | (self.chat_template_kwargs or {}))
-
-    def _offer(self) -> ToolOffer | None:
-        choice = self.tool_choice
-        named = NamedTool(choice.name) if isinstance(choice, FlatNamedChoice) else choice
-        single = self.parallel_tool_calls is False
-        return offer_of(self.tools or (), named, path="tools.{}", single=single)
-
-    @property
-    def formatted(self) -> Grammar | None:
-        """The grammar that `text.format` asks for."""
-        return format_grammar(self.text.format if self.text else None, "text.format")
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that were given."""
@@ -333,3 +382,23 @@ class ResponsesRequest(GenerationRequest):
                 'top_logprobs needs "message.output_text.logprobs" in include.', param="top_logprobs"
             )
         super().check()
+
+
+class InputTokensRequest(_InputRequest):
+    """A request to count the tokens of a prompt. Null means absent everywhere."""
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        if not self.continued.messages:
+            raise InvalidRequestError("Missing required parameter: input.", param="input")
+        _ = self.formatted  # which refuses what is wrong with it
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return the tokenization to run."""
+        return Tokenization(
+            request_id=request_id,
+            model=self.model,
+            prompt=self.continued,
+            deadline=deadline,
+            grammar=self.formatted,
+        )

@@ -15,7 +15,7 @@ from gateway.openai.chat_request import Messages, Switches, conversation
 from gateway.openai.document import Body, Items, at_most
 from gateway.openai.params import TokenId
 from gateway.openai.structured import ResponseFormat, StructuredOutputs, format_grammar, one_grammar
-from gateway.openai.tools import ChoiceMode, NamedChoice, Tools, offer_of_tools
+from gateway.openai.tools import Choice, Tools, offer_of_tools
 from wire.limits import IDS_LIMIT
 
 _OF_MESSAGES: Final = (
@@ -39,7 +39,7 @@ class TokenizeRequest(Body):
     prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
     messages: Messages | None = None
     tools: Tools | None = None
-    tool_choice: ChoiceMode | NamedChoice | None = None
+    tool_choice: Choice | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     add_generation_prompt: Annotated[

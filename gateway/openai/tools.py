@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import from_json
 
-from gateway.core.request import NamedTool, PastCall, Tool, ToolOffer
+from gateway.core.request import AllowedTools, NamedTool, PastCall, Tool, ToolOffer
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Items, Strict, Unread
+from gateway.openai.document import Items, Strict, Unread, branch_of
 from gateway.openai.structured import Schema, shallow, too_deep
 from wire.limits import TOOLS_LIMIT
 
@@ -28,9 +28,10 @@ class Function(Strict, place="tools.function"):
         bool | None, Field(description="true: every call's arguments obey the schema, or it is refused")
     ] = None
 
-    def tool(self) -> Tool:
-        """Return it as a tool to be offered to the model."""
+    def tool(self, place: int) -> Tool:
+        """Return it, the request's tool at `place`, as one to be offered to the model."""
         return Tool(
+            place=place,
             name=self.name,
             description=self.description,
             parameters=self.parameters or {},
@@ -57,8 +58,54 @@ class NamedChoice(Strict, place="tool_choice"):
     type: Literal["function"] = "function"
     function: FunctionName
 
+    @property
+    def chosen(self) -> NamedTool:
+        """The choice in our own words."""
+        return NamedTool(self.function.name)
+
+
+class AllowedFunctions(Strict, place="tool_choice.allowed_tools"):
+    """The tools that may be called: others are not offered to the model."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedChoice], Field(min_length=1, max_length=TOOLS_LIMIT)]
+
+
+class AllowedChoice(Strict, place="tool_choice"):
+    """The choice of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+    @property
+    def chosen(self) -> AllowedTools:
+        """The choice in our own words."""
+        allowed = self.allowed_tools
+        return AllowedTools(frozenset(tool.function.name for tool in allowed.tools), allowed.mode)
+
 
 ChoiceMode = Literal["none", "auto", "required"]
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if not isinstance(choice, dict):
+        return "a mode"
+    return branch_of(choice) if "type" in choice else "a function"
+
+
+BY_CHOICE: Final = Discriminator(
+    _kind_of_choice,
+    custom_error_type="choice_type",
+    custom_error_message="only choices of the types function and allowed_tools are supported",
+)
+"""Selects how tools are chosen: by a mode, or by the type of an object."""
+
+Choice = Annotated[
+    Annotated[ChoiceMode, Tag("a mode")]
+    | Annotated[NamedChoice, Tag("a function")]
+    | Annotated[AllowedChoice, Tag("a allowed_tools")],
+    BY_CHOICE,
+]
 
 
 def _as_written(arguments: str) -> str:
@@ -113,7 +160,7 @@ Functions = Annotated[Items[Function], Field(max_length=TOOLS_LIMIT)]
 
 def offer_of(
     functions: Sequence[Function],
-    choice: ChoiceMode | NamedTool | None,
+    choice: ChoiceMode | NamedTool | AllowedTools | None,
     *,
     path: str = "tools.{}.function",
     field: str = "tools",
@@ -124,7 +171,7 @@ def offer_of(
 
     Args:
         functions: the ones that may be called.
-        choice: which must be called.
+        choice: which must be called, or may be.
         path: of a function in the request, with `{}` for its index.
         field: the name in the request of the functions.
         choice_field: that of the choice.
@@ -137,16 +184,21 @@ def offer_of(
     for at, name in enumerate(names):
         if name in names[:at]:
             raise InvalidRequestError(f"There are two tools {name!r}.", param=f"{path.format(at)}.name")
-    if isinstance(choice, NamedTool) and choice.name not in names:
-        raise InvalidRequestError(
-            f"{choice_field} names {choice.name!r}, which is not among the tools.", param=choice_field
-        )
+    offered = frozenset(names)
+    if isinstance(choice, NamedTool | AllowedTools):
+        chosen = {choice.name} if isinstance(choice, NamedTool) else choice.names
+        for name in sorted(chosen - offered):
+            raise InvalidRequestError(
+                f"{choice_field} names {name!r}, which is not among the tools.", param=choice_field
+            )
+    if isinstance(choice, AllowedTools):
+        offered, choice = choice.names, choice.choice
     if not functions:
         if choice == "required":
             raise InvalidRequestError(f"{choice_field} needs {field}.", param=choice_field)
         return None
     return ToolOffer(
-        tools=tuple(function.tool() for function in functions),
+        tools=tuple(each.tool(at) for at, each in enumerate(functions) if each.name in offered),
         choice=choice or "auto",
         single=single,
         field=field,
@@ -156,12 +208,12 @@ def offer_of(
 
 
 def offer_of_tools(
-    tools: Sequence[FunctionTool] | None, choice: ChoiceMode | NamedChoice | None, *, single: bool
+    tools: Sequence[FunctionTool] | None, choice: Choice | None, *, single: bool
 ) -> ToolOffer | None:
     """Return the offer of a chat's `tools` with its `tool_choice`; None: no tools.
 
     Raises:
         InvalidRequestError: as `offer_of`.
     """
-    named = NamedTool(choice.function.name) if isinstance(choice, NamedChoice) else choice
-    return offer_of([tool.function for tool in tools or ()], named, single=single)
+    chosen = choice if choice is None or isinstance(choice, str) else choice.chosen
+    return offer_of([tool.function for tool in tools or ()], chosen, single=single)

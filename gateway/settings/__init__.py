@@ -482,10 +482,8 @@ def _explain(fault: Any, sources: dict[str, dict[str, Any]]) -> str:
         return reason  # it names the fields itself
     field, dotted = fault["loc"][0], ".".join(map(str, fault["loc"]))
     source = next(name for name, values in reversed(sources.items()) if field in values)
-    row = next((row for row in settings_table() if row.name == field), None)
-    if row is None:
-        return f"{dotted}: {unknown(field, Settings.model_fields)} (from {source})"
     if fault["type"] == "extra_forbidden":
-        reason = "unknown key"
-    names = {"flag": f" {row.flag}", "environment variable": f" {row.env}"}
+        reason = unknown(fault["loc"], Settings)
+    row = next((row for row in settings_table() if row.name == field), None)
+    names = {"flag": f" {row.flag}", "environment variable": f" {row.env}"} if row else {}
     return f"{dotted}: {reason} (from {source}{names.get(source, '')})"

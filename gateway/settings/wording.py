@@ -1,8 +1,10 @@
 """What is wrong with a setting, in the words of YAML: pydantic's speak of Python's types and our classes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any, Final, get_args
+
+from pydantic import BaseModel
 
 _KINDS: Final[Mapping[str, str]] = {
     "dict_type": "a mapping is needed",
@@ -29,7 +31,19 @@ def reason_of(fault: Mapping[str, Any]) -> str:
     return _KINDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
 
 
-def unknown(name: object, known: Collection[str]) -> str:
-    """Return what is said of a setting that there is not, and which was probably meant."""
-    near = get_close_matches(str(name).lower().replace("-", "_"), known, n=1)
-    return f"unknown setting; did you mean {near[0]}?" if near else "unknown setting"
+def unknown(place: Sequence[int | str], settings: type[BaseModel]) -> str:
+    """Return what is said of a name at `place` within `settings` that there is not, and which was meant."""
+    said = "unknown setting" if len(place) == 1 else "unknown key"
+    near = get_close_matches(str(place[-1]).lower().replace("-", "_"), _known_beside(place, settings), n=1)
+    return f"{said}; did you mean {near[0]}?" if near else said
+
+
+def _known_beside(place: Sequence[int | str], settings: type[BaseModel]) -> Collection[str]:
+    """Return the names that there are in the object that has the last part of `place`."""
+    at: Any = settings
+    for part in place[:-1]:
+        fields = getattr(at, "model_fields", None)
+        # A mapping or a list has none: `part` is one of its keys.
+        at = fields[part].annotation if fields else next(x for x in get_args(at) if isinstance(x, type))
+    known: Collection[str] = at.model_fields
+    return known

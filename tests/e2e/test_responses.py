@@ -55,6 +55,16 @@ def test_whole_and_streamed_are_the_same(demo: openai.OpenAI) -> None:
     )
 
 
+def test_the_input_is_counted(demo: openai.OpenAI) -> None:
+    for asked in (
+        {"instructions": "Be brief."},
+        {"tools": TOOLS},
+        {"text": {"format": {"type": "json_object"}}},
+    ):
+        counted = demo.responses.input_tokens.count(model=MODEL, input=GREETING, **asked)
+        assert counted.input_tokens == ask(demo, GREETING, max_output_tokens=1, **asked).usage.input_tokens
+
+
 def test_all_that_is_sent_is_what_the_sdk_knows(demo: openai.OpenAI) -> None:
     for asked in ({}, {"include": LOGPROBS, "top_logprobs": 2}, {"input": WEATHER, "tools": TOOLS}):
         check_response(raw(demo, **asked).json())

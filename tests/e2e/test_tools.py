@@ -132,6 +132,9 @@ def test_choices_are_enforced(demo: openai.OpenAI) -> None:
     # Left alone, it answers this with text.
     greeting = "Good morning to you!"
     assert ask(demo, question(greeting)).choices[0].finish_reason == "stop"
+    only = {"mode": "required", "tools": [named]}
+    some = ask(demo, question(weather), tool_choice={"type": "allowed_tools", "allowed_tools": only})
+    assert {call.function.name for call in some.choices[0].message.tool_calls} == {"calculate"}
     required = ask(demo, question(weather), tools=[WEATHER], tool_choice="required").choices[0]
     assert required.message.tool_calls[0].function.name == "get_weather"
     (none,) = ask(demo, question(weather), tool_choice="none").choices

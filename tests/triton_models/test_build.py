@@ -3,6 +3,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,13 @@ def test_weights_that_are_not_read_are_not_copied(tmp_path: Path) -> None:
 
 def test_a_checkpoint_may_be_linked_and_packages_be_there_already(tmp_path: Path, packed: list[Any]) -> None:
     archive = tmp_path / "before.tar.gz"
-    archive.write_text("packages from before")
+    with tarfile.open(archive, "w:gz") as packages:
+        packages.add(GOLDEN / "chatglm3" / "config.json", "before")
     model = ("--model", GOLDEN / "chatglm3", "--name", "other", "--out", tmp_path / "out")
     assert run(*model, "--link", "--archive", archive)[0] == 0
     entry = tmp_path / "out" / "repository" / "other"
     assert (entry / "checkpoint").readlink() == GOLDEN / "chatglm3"
-    assert (entry / "environment.tar.gz").read_text() == archive.read_text()
+    assert (entry / "environment.tar.gz").read_bytes() == archive.read_bytes()
     assert packed == []
     assert f"--volume {GOLDEN}/chatglm3:{GOLDEN}/chatglm3:ro IMAGE" in (
         tmp_path / "out" / "Dockerfile"
@@ -174,6 +176,8 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(
         (folder / "config.json").write_text('{"model_type": "chatglm"}')
     (unknown / "model.safetensors").touch()
     out = ("--out", tmp_path / "out", "--no-environment")
+    archive = tmp_path / "full" / "environment.tar.gz"
+    tarfile.open(archive, "w:gz").close()
     golden = ("--model", GOLDEN / "chatglm3")
     for arguments, words in (
         ((*golden, "--out", full), "full is not empty"),
@@ -184,7 +188,9 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(
         ((*golden, *out, "--name", "a/b"), "cannot be a model's name"),
         ((*golden, *out, "--device", "auto"), "is not a device: cpu or cuda:N"),
         ((*golden, *out, "--max-running", "0"), "max_running must be at least 1"),
-        ((*golden, *out, "--archive", full / "config.json"), "it excludes"),
+        ((*golden, *out, "--archive", archive), "it excludes"),
+        ((*golden, "--out", tmp_path / "out", "--archive", full / "config.json"), "is no archive of tar"),
+        ((*golden, *out, "--triton", "a b"), "'a b' is no tag of an image"),
     ):
         status, said = run(*arguments)
         assert status != 0

@@ -8,9 +8,24 @@ from typing import Any, Final
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import Document, TextRule, json_rule, literal, optional, read, text_rule
-from triton_models.text.literal_grammar import BOUNDS, COMMON_RULES, LiteralGrammar, fault
-from triton_models.text.schemas import check_schema, check_size, drop_needless_keywords, reachable
+from triton_models.text.grammar_text import (
+    Document,
+    TextRule,
+    fault,
+    json_rule,
+    literal,
+    optional,
+    read,
+    text_rule,
+)
+from triton_models.text.literal_grammar import BOUNDS, COMMON_RULES, LiteralGrammar
+from triton_models.text.schemas import (
+    check_schema,
+    check_size,
+    drop_needless_keywords,
+    reachable,
+    rewrite_look_aheads,
+)
 from wire.calls import FENCE, OPENING
 from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
 
@@ -47,6 +62,7 @@ def _json(tool: CallableTool, _name: str) -> tuple[str, str]:
     if schema["type"] != "object":
         raise InvalidGrammarError("parameters.type must be object")
     _close(schema)
+    rewrite_look_aheads(schema)
     if not tool.strict:
         _drop_what_fails(schema)
     return json_rule(schema, lenient=not tool.strict), ""
@@ -120,8 +136,12 @@ def call_document(
     openings = [f"{prefix}{line}{syntax.opening}" for line in lines]
     if not (calls.required or resumed or calls.text is None):
         openings.append(f"{prefix}\n")
+    schemas = [("parameters", tool.parameters) for tool in calls.tools if tool.strict]
     return Document(
-        f'{start}text: {first}"\\n" {answer.body}\n{answer.rules}{rules}', answer.nested, openings
+        f'{start}text: {first}"\\n" {answer.body}\n{answer.rules}{rules}',
+        answer.nested,
+        openings,
+        [*schemas, ("$", answer.schema)],
     )
 
 

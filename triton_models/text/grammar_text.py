@@ -11,7 +11,7 @@ that it was given, which we generated. Internal errors (panics, exceeded limits)
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -19,7 +19,13 @@ import llguidance
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schemas import check_schema, check_size, drop_needless_keywords
+from triton_models.text.schemas import (
+    check_schema,
+    check_size,
+    drop_needless_keywords,
+    keywords_alone,
+    rewrite_look_aheads,
+)
 from wire.grammar import Grammar, decode_choices
 
 log = logging.getLogger(__name__)
@@ -65,6 +71,8 @@ class TextRule:
     """The rules that `body` refers to."""
     nested: str | None = None
     """The separate grammar that `body` refers to: the client's own, whose rules keep their names."""
+    schema: Any = None
+    """The JSON schema that `body` is made of, if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,8 @@ class Document:
     """See `TextRule`."""
     openings: list[str]
     """Beginnings of answers, including hidden text, after which a client's grammar or schema begins."""
+    schemas: Sequence[tuple[str, Any]] = ()
+    """The JSON schemas in it that are enforced in full, each after what its outermost place is called."""
 
     def text(self) -> str:
         """Return the grammar in the form that llguidance reads."""
@@ -99,7 +109,8 @@ def text_document(grammar: Grammar, *, prefix: str) -> Document:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
     """
     text = text_rule(grammar)
-    return Document(f"start: {optional(prefix)}{text.body}\n{text.rules}", text.nested, [prefix])
+    start = f"start: {optional(prefix)}{text.body}\n{text.rules}"
+    return Document(start, text.nested, [prefix], [("$", text.schema)])
 
 
 def text_rule(grammar: Grammar) -> TextRule:
@@ -116,7 +127,8 @@ def text_rule(grammar: Grammar) -> TextRule:
             size = check_schema(schema, strict=True)
             check_size({"properties": size["properties"]})
             drop_needless_keywords(schema)
-            return TextRule(json_rule(schema))
+            rewrite_look_aheads(schema)
+            return TextRule(json_rule(schema), schema=schema)
         case "regex":
             regex = llguidance.regex_to_lark(grammar.text, "")
             return TextRule("ANSWER", f"ANSWER: /{regex}/\n")
@@ -181,6 +193,9 @@ def about_grammar(error: str, document: Document | None = None) -> str:
     """Return the message about a document, or a schema of its own, that failed to compile."""
     if _panicked(error):
         return FAILED
+    for path, schema in document.schemas if document else ():
+        if why := about_schema(schema, path):
+            return why
     quoted = _QUOTED.search(error)
     words = " ".join(error[: quoted.start() if quoted else None].split())[:_LIMIT]
     place = _PLACE.match(words)
@@ -191,6 +206,21 @@ def about_grammar(error: str, document: Document | None = None) -> str:
         return words
     # The error is in the client's own grammar, which begins after our line of options.
     return f"line {int(place[1]) - 1}: {words}"
+
+
+def fault(schema: dict[str, Any]) -> str:
+    """Return why llguidance cannot express `schema`; empty if it can."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    return about_grammar(" ".join(messages)) if broken else ""
+
+
+def about_schema(schema: Any, path: str) -> str | None:
+    """Return the message about the first place in a schema, called `path`, that cannot be expressed alone."""
+    for where, alone in keywords_alone(schema, path):
+        if why := fault(alone):
+            return f"{where[:_LIMIT]}: {why}"
+    return None
 
 
 def about_mask(error: str) -> str:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Final
 
-import llguidance
-
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.grammar_text import about_grammar, json_rule, literal
-from triton_models.text.schemas import ANNOTATIONS, target
+from triton_models.text.grammar_text import fault, json_rule, literal
+from triton_models.text.schemas import ANNOTATIONS, target, without_look_ahead
 from wire.calls import is_parameter
 from wire.grammar import CallableTool
 
@@ -201,11 +199,13 @@ class LiteralGrammar:
             name: schema[name] for name in ("minLength", "maxLength") if name in schema
         }
         for keyword in ("pattern", "format"):
-            each = {**enforced, "type": "string", keyword: schema.get(keyword)}
-            if keyword in schema and self._fits(each, keyword, path):
-                enforced[keyword] = schema[keyword]
+            if keyword not in schema:
+                continue
+            each = without_look_ahead({**enforced, "type": "string", keyword: schema[keyword]})
+            if self._fits(each, keyword, path):
+                enforced = each
         if enforced.keys() & {"pattern", "format"}:
-            return _shared_json({"type": "string", **enforced})
+            return _shared_json(enforced)
         if not enforced:
             return "STR"
         times = _times(enforced.get("minLength", 0), enforced.get("maxLength", LONGEST))
@@ -290,13 +290,6 @@ class LiteralGrammar:
     def _new_name(self) -> str:
         self._count += 1
         return f"{self._name}_{self._count}"
-
-
-def fault(schema: dict[str, Any]) -> str:
-    """Return why llguidance cannot express `schema`; empty if it can."""
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
-    return about_grammar(" ".join(messages)) if broken else ""
 
 
 def _kinds(schema: dict[str, Any]) -> list[str]:

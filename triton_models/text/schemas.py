@@ -4,9 +4,10 @@ llguidance refuses most of what it cannot enforce, and names the keyword, but ne
 values, older keywords and endless references it accepts and ignores. A metaschema would find them, but takes
 the interpreter for a second where a schema is large.
 
-And drops what llguidance refuses though it restricts nothing.
+And drops what llguidance refuses though it restricts nothing, and rewrites what it takes in other words.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -84,13 +85,9 @@ ANNOTATIONS: Final = frozenset(
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS: Final = _MAPS[2:]
-_IN_USE: Final = (
-    *_MAPS[:2],
-    *_IN_PLACE,
-    *("prefixItems", "items", "additionalProperties", "propertyNames", "contains"),
-    *("not", "if", "then", "else"),
-)
-"""The keywords whose values are schemas, lists of schemas, or maps."""
+_ENFORCED: Final = (*_MAPS[:2], *_IN_PLACE, "prefixItems", "items", "additionalProperties")
+_IN_USE: Final = (*_ENFORCED, "propertyNames", "contains", "not", "if", "then", "else")
+"""The keywords whose values are schemas, lists of schemas, or maps; llguidance refuses the later ones."""
 
 _OLD: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
 """Keywords of older drafts, which llguidance ignores."""
@@ -164,6 +161,28 @@ def drop_needless_keywords(schema: Any) -> None:
             del each["propertyNames"]
 
 
+_NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^?\[((?:\\.|[^\]\[\\^])(?:\\.|[^\]\[\\])*)\]\*\$\)(?=[^|]*\Z)")
+"""Begins a pattern for texts that are not of these characters alone; no alternative is without it."""
+
+
+def without_look_ahead(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return `schema`, not those within it, with a pattern of the same meaning that llguidance can read.
+
+    The one for `Decimal` of pydantic up to 2.13 has to have more than `[-+.]`.
+    """
+    if (found := _NOT_ALL_OF.match(schema.get("pattern", ""))) is None:
+        return schema
+    some_other = {"pattern": f"[^{found[1]}]"}
+    rest = f"^{schema['pattern'][found.end() :]}"
+    return schema | {"pattern": rest, "allOf": [*schema.get("allOf", ()), some_other]}
+
+
+def rewrite_look_aheads(schema: Any) -> None:
+    """Rewrite each pattern of a schema that passed `check_schema` as `without_look_ahead`."""
+    for _, each in reachable(schema, "$"):
+        each.update(without_look_ahead(each))
+
+
 def _allows_every_name(schema: Any, names: Any) -> bool:
     """Return whether `names`, a schema within `schema`, holds for every string; False in doubt."""
     if not isinstance(names, dict):
@@ -212,6 +231,14 @@ def reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             pending.append((each["$ref"], referred))
         elif "$ref" in each:
             pending += _parts(schema, "$", _DEFINITIONS)
+
+
+def keywords_alone(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what each of the `reachable` schemas asks for by itself: without the schemas in it."""
+    for where, each in reachable(schema, path):
+        alone = {name: each[name] for name in each.keys() - ANNOTATIONS - {*_ENFORCED, "$ref"}}
+        if alone.keys() - {"type"}:
+            yield where, alone
 
 
 def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> None:

@@ -1,10 +1,13 @@
 """Every error of the gateway in Anthropic's form."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from gateway.anthropic.errors import is_of_messages, messages_error
+from gateway.anthropic.request import CountTokensRequest
+from gateway.chat.conversation import chat_form, to_turns
 from gateway.errors import ContextLengthError, GatewayError, InvalidRequestError
 
 EXPECTED = {
@@ -53,6 +56,38 @@ def test_a_context_that_is_exceeded_is_told_in_the_words_that_agents_look_for() 
         ),
     ):
         assert messages_error(ContextLengthError(said, param="messages"), "").error.message == told
+
+
+ASKED = {"role": "user", "content": "Sunny?"}
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+
+
+def answered(*ids: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": each} for each in ids]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        (
+            [ASKED, CALLED, answered("c", "d")],
+            "messages.2.content.1: unexpected `tool_use_id` found in `tool_result` blocks. ",
+        ),
+        (
+            [ASKED, CALLED, ASKED],
+            "messages.1: `tool_use` ids were found without `tool_result` blocks immediately after. ",
+        ),
+        (
+            [ASKED, CALLED, answered("c", "c")],
+            "messages.2.content.1: each `tool_use` must have a single `tool_result`",
+        ),
+    ],
+)
+def test_calls_and_results_have_their_own_names(messages: list[Any], told: str) -> None:
+    request = CountTokensRequest.model_validate({"model": "m", "messages": messages})
+    with pytest.raises(InvalidRequestError) as refused:
+        to_turns(request.continued.messages, chat_form("chatglm3"))
+    assert messages_error(refused.value, "").error.message.startswith(told)
 
 
 def test_whose_errors_these_are() -> None:

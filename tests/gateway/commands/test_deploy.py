@@ -302,6 +302,9 @@ def test_files_are_replaced_and_what_is_left_is_named(tmp_path: Path) -> None:
         (("--model", "m=c", "--memory", "24 GB"), "'24 GB' is no amount of memory"),
         (("--model", "m=c", "--gpu", "2"), "--gpu"),
         (("--model", "m=c", "--namespace", "A"), "'A' is no name of a namespace"),
+        (("--model", "m=c", "--image", "a b"), "'a b' is no name of an image"),
+        (("--model", "m=c", "--triton-image", ""), "'' is no name of an image"),
+        (("--model", "m=c", "--keda", "--prometheus", "p:9090"), "'p:9090' is no URL"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> None:

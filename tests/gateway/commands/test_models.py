@@ -58,12 +58,16 @@ async def test_a_prompt_is_rendered_here_where_no_triton_is(tokenizer: str) -> N
     [
         ("[", "the messages are not valid JSON"),
         ("{", "The body is not valid JSON"),
+        ('[{"role": "user",}]', "not valid JSON: "),
+        (b"\xff\xfe", "it is not UTF-8 at byte 0"),
+        (b"[\xff]", "it is not UTF-8 at byte 1"),
+        (b"\xef\xbb\xbf[]", "messages: Array should have at least 1 item"),
         ("3", "The body must be a JSON object"),
         ('[{"role": "nobody"}]', "messages.0.role"),
         (json.dumps(ASK), "the model"),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_one_line(text: str, told: str) -> None:
+def test_what_cannot_be_shown_is_said_in_one_line(text: str | bytes, told: str) -> None:
     flags = ["--model", "q", "--models", "q", "--upstreams", NOWHERE, "--timeout-s", "0.2"]
     done = CliRunner().invoke(main, ["prompt", *flags], input=text)
     assert done.exit_code == 1

@@ -95,7 +95,14 @@ def test_what_is_no_checkpoint(tmp_path: Path, document: str) -> None:
 def test_another_family_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     status, text = run("--model", str(tmp_path), "--gpu-memory", "24")
-    assert (status, "can be sized: model_type 'llama'" in text) == (1, True)
+    assert status == 1
+    assert "it has no 'num_attention_heads', and its model_type is 'llama'" in text
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "1e300", "0", "24GiB"])
+def test_what_is_no_amount_of_memory(memory: str) -> None:
+    status, text = run("--model", str(GOLDEN / "chatglm3"), "--gpu-memory", memory)
+    assert (status, "--gpu-memory" in text) == (2, True)
 
 
 def test_a_count_below_one(tmp_path: Path) -> None:

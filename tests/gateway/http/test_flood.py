@@ -91,7 +91,8 @@ async def test_a_full_gateway_refuses_before_the_body(path: str) -> None:
 async def test_full_tokenizers_refuse_before_the_body() -> None:
     async with on_socket(FakeUpstream(), max_waiting=0) as served:
         await served.gateway.tokenizing.acquire(1000)
-        for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens"):
+        counting = ("/v1/responses/input_tokens", "/v1/messages/count_tokens")
+        for path in ("/tokenize", "/detokenize", *counting):
             assert b" 429 " in await asked_without_body(served, path)
         assert (await served.chat()).status_code == 200
         served.gateway.tokenizing.release(1000)

@@ -30,6 +30,7 @@ DOORS: dict[str, dict[str, Any]] = {
     CHAT: {"model": "glm", "messages": MESSAGES},
     "/v1/completions": {"model": "glm", "prompt": "hi"},
     "/v1/responses": {"model": "glm", "input": "hi"},
+    "/v1/responses/input_tokens": {"model": "glm", "input": "hi"},
     "/v1/messages": {"model": "glm", "messages": MESSAGES, "max_tokens": 5},
     "/v1/messages/count_tokens": {"model": "glm", "messages": MESSAGES},
     "/v1/embeddings": {"model": "glm", "input": "hi"},

@@ -27,7 +27,7 @@ from gateway.errors import (
 )
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.openai.sdk_shapes import check_event, check_response
-from tests.gateway.serving import Served, in_process, on_socket
+from tests.gateway.serving import MESSAGES, Served, in_process, on_socket
 
 RESPONSES = "/v1/responses"
 TOOL: Any = {"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}
@@ -226,6 +226,26 @@ async def test_errors_before_the_first_byte_are_the_sdks_own(served: Served) -> 
         with pytest.raises(refusal) as refused:
             await served.sdk.responses.create(model="glm", input="a", stream=True)
         assert refused.value.code == error.code
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bound_beyond_the_context_is_named_as_it_was_sent(stream: bool, served: Served) -> None:
+    said = "the prompt has 5 tokens and max_tokens is 6: together 11, and the context is 8"
+
+    async def refuse(_request: Generation) -> AsyncGenerator[Event, None]:
+        raise ContextLengthError(said)
+        yield
+
+    served.upstream.script = refuse
+    for path, prompt, field in (
+        ("/v1/responses", {"input": "hi"}, "max_output_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"messages": MESSAGES}, "max_tokens"),
+    ):
+        body = {"model": "glm", "stream": stream, field: 6, **prompt}
+        error = (await served.http.post(path, json=body)).json()["error"]
+        assert error["message"] == said.replace("max_tokens", field)
+        assert (error["param"], error["code"]) == (next(iter(prompt)), "context_length_exceeded")
 
 
 async def test_a_client_that_hangs_up_cancels_the_upstream() -> None:

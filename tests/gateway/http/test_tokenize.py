@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
 
 from gateway.core.events import Accepted, Event
@@ -12,6 +13,8 @@ from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import MESSAGES, Served, in_process, on_socket, until
+
+TOOL: Any = {"type": "function", "name": "now"}
 
 
 @pytest.fixture
@@ -33,6 +36,28 @@ async def test_text_and_back(served: Served) -> None:
     assert shown.json()["token_strs"] == ["h", "é"]
     assert served.metric("requests_total", route="/tokenize", model="glm", status="200") == 2
     assert served.metric("requests_in_flight", model="glm") == 0
+
+
+async def test_an_input_is_counted_by_the_sdk() -> None:
+    async with on_socket(FakeUpstream()) as served:
+        count = served.sdk.responses.input_tokens.count
+        counted = await count(model="glm", input="hé", instructions="Be brief.", tools=[TOOL])
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", len("Be brief.hé"))
+        assert (await count(model="glm", input=[{"role": "user", "content": "hé"}])).input_tokens == 2
+        assert (await count(model="glm", instructions="Be brief.")).input_tokens == len("Be brief.")
+        prompt = served.upstream.tokenizations[0].prompt
+        assert isinstance(prompt, Conversation)
+        assert [tool.name for tool in prompt.offer.tools] == ["now"] if prompt.offer else False
+        for asked, param in (
+            ({}, "input"),
+            ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"input": "a", "conversation": "c"}, "conversation"),
+            ({"input": "a", "tool_choice": "required"}, "tool_choice"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await count(model="glm", **asked)
+            assert refused.value.param == param
+        assert not served.upstream.requests
 
 
 async def test_tokenizations_are_no_generations() -> None:
@@ -61,6 +86,7 @@ async def test_a_conversation(served: Served) -> None:
         ("/tokenize", {"prompt": "a"}, "prompt"),
         ("/tokenize", {"messages": MESSAGES}, "messages"),
         ("/detokenize", {"tokens": [5]}, "tokens"),
+        ("/v1/responses/input_tokens", {"input": "a"}, "input"),
     ],
 )
 async def test_errors_name_the_field(served: Served, path: str, body: dict[str, Any], param: str) -> None:

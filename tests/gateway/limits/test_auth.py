@@ -61,6 +61,11 @@ def test_unknown_keys(keyring: Keyring, header: str | None) -> None:
     assert "sk-" not in refusal.value.message
 
 
+def test_a_client_without_a_key_is_told_both_headers(keyring: Keyring) -> None:
+    with pytest.raises(AuthenticationError, match="Authorization: Bearer KEY, or x-api-key: KEY"):
+        keyring.authorize({}, Scope.INFERENCE)
+
+
 @pytest.mark.parametrize(
     "presented", ["sk-1", "sk-2", "sk-3", "clé à".encode().decode("latin-1"), "sk-9", "s", "sk-1" * 50]
 )

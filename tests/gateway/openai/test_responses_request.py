@@ -131,6 +131,13 @@ def test_tools_are_flat() -> None:
     named = read(tools=tools, tool_choice=TOOL, parallel_tool_calls=False).continued.offer
     assert named is not None
     assert (named.choice, named.single) == (NamedTool("now"), True)
+    some = {"type": "allowed_tools", "mode": "required", "tools": [TOOL]}
+    offered = read(tools=[{**TOOL, "name": "then"}, TOOL], tool_choice=some).continued.offer
+    assert offered == ToolOffer(
+        tools=(Tool(name="now", description=None, parameters={}),),
+        choice="required",
+        schema_field="tools.{}.parameters",
+    )
     for choice in ("auto", "none", "required"):
         offer = read(tools=[TOOL], tool_choice=choice).continued.offer
         assert offer is not None
@@ -241,8 +248,16 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"tools": [TOOL], "tool_choice": {**TOOL, "name": "then"}}, "tool_choice"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-            "tool_choice.type",
+            "tool_choice.tools",
         ),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{**TOOL, "name": "then"}]},
+            },
+            "tool_choice",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"min_tokens": 6, "max_output_tokens": 5}, "min_tokens"),
     ],
 )

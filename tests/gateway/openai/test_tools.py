@@ -42,6 +42,13 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [named(each) for each in names]},
+    }
+
+
 def deep(levels: int) -> Any:
     value: Any = 1
     for _ in range(levels):
@@ -59,6 +66,11 @@ def deep(levels: int) -> Any:
         ({"tools": TOOLS, "tool_choice": "none"}, ToolOffer(tools=OFFERED, choice="none")),
         ({"tools": TOOLS, "tool_choice": "required"}, ToolOffer(tools=OFFERED, choice="required")),
         ({"tools": TOOLS, "tool_choice": named("now")}, ToolOffer(tools=OFFERED, choice=NamedTool("now"))),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "now")}, ToolOffer(tools=OFFERED[1:])),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("required", "now", "get_weather")},
+            ToolOffer(tools=OFFERED, choice="required"),
+        ),
         ({"tools": TOOLS, "parallel_tool_calls": True}, ToolOffer(tools=OFFERED)),
         ({"tools": TOOLS, "parallel_tool_calls": False}, ToolOffer(tools=OFFERED, single=True)),
         (
@@ -76,6 +88,29 @@ def deep(levels: int) -> Any:
 )
 def test_what_is_offered(parameters: dict[str, Any], offer: ToolOffer | None) -> None:
     assert prompt(**parameters).offer == offer
+
+
+def test_faults_are_those_of_the_tool_as_it_was_sent() -> None:
+    body = {"model": "m", "messages": [USER], "tools": TOOLS, "tool_choice": allowed("auto", "now")}
+    (asked,) = ChatRequest.read(json.dumps(body).encode()).generations(request_id="r", deadline=0)
+    assert asked.grammar_field("now") == "tools.1.function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (allowed("auto", "later"), "tool_choice names 'later', which is not among the tools."),
+        (
+            {"type": "custom"},
+            "tool_choice: only choices of the types function and allowed_tools are supported",
+        ),
+        ({"type": "function"}, "Missing required parameter: tool_choice.function."),
+    ],
+)
+def test_choices_are_refused_by_name(choice: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        prompt(tools=TOOLS, tool_choice=choice)
+    assert refused.value.message == told
 
 
 def test_calls_and_results_in_the_conversation() -> None:
@@ -124,7 +159,12 @@ def offering(**changes: Any) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": named("now")}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": named("later")}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "now")}, "tool_choice.allowed_tools.mode"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "now", "later")}, "tool_choice"),
+        ({"tool_choice": allowed("required", "now")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom", "name": "now"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "functions": [WEATHER]}, "functions"),
         ({"tools": TOOLS, "function_call": {"name": "now"}}, "function_call"),

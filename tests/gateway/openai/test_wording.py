@@ -8,7 +8,9 @@ import pytest
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import CompletionRequest
-from gateway.openai.document import read_object
+from gateway.openai.document import Body, read_object
+from gateway.openai.embeddings import EmbeddingsRequest
+from gateway.openai.responses_request import ResponsesRequest
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -48,6 +50,8 @@ def test_faults_are_those_of_json(parameters: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
+        (5, "prompt: Input should be a string or an array"),
+        ({"text": "a"}, "prompt: Input should be a string or an array"),
         (["a", [1]], "prompt.1: Input should be a string"),
         ([[1], []], "prompt.1: Array should have at least 1 item, not 0"),
     ],
@@ -56,6 +60,13 @@ def test_a_prompt_has_several_types(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         CompletionRequest.read(json.dumps({"model": "m", "prompt": prompt}).encode())
     assert refused.value.message == message
+
+
+@pytest.mark.parametrize("request_type", [EmbeddingsRequest, ResponsesRequest])
+def test_an_input_has_several_types(request_type: type[Body]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        request_type.read(b'{"model": "m", "input": 5}')
+    assert refused.value.message == "input: Input should be a string or an array"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_file_says_everything_of_a_name(tmp_path: Path) -> None:
 
 def test_every_fault_is_named_with_file_model_and_key(tmp_path: Path) -> None:
     models = {
-        "a": {"dialect": "nope", "tokenizer": "/nowhere", "defaults": {"top_p": 2, "tempo": 1}},
+        "a": {"dialect": "nope", "tokenizer": "/nowhere", "defaults": {"top_p": 2, "temprature": 1}},
         "b": {"limits": {"n": 0}, "uptreams": ["x:1"]},
         "c": 3,
     }
@@ -67,9 +67,9 @@ def test_every_fault_is_named_with_file_model_and_key(tmp_path: Path) -> None:
             f"models.a.dialect: 'nope' is no dialect; known are auto, {', '.join(DIALECTS)}",
             "models.a.tokenizer: '/nowhere' is no folder",
             "models.a.defaults.top_p: Expected `float` <= 1.0",
-            "models.a.defaults.tempo: unknown key",
+            "models.a.defaults.temprature: unknown key; did you mean temperature?",
             "models.b.limits.n: Input should be greater than or equal to 1",
-            "models.b.uptreams: unknown key",
+            "models.b.uptreams: unknown key; did you mean upstreams?",
             "models.c: a mapping is needed",
         )
     ]

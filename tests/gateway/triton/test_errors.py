@@ -183,7 +183,8 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
 
 
 async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
-    offer = ToolOffer(tools=tuple(Tool(name=name, description=None, parameters={}) for name in ("a", "b")))
+    tools = (Tool(name=name, description=None, parameters={}, place=at) for at, name in enumerate("ab"))
+    offer = ToolOffer(tools=tuple(tools))
     request = generation(prompt=Conversation((), offer))
     for code, words, param in (
         ("invalid_grammar", "no such keyword", "tools"),

@@ -45,6 +45,7 @@ SCHEMAS: dict[str, Any] = {
         "anyOf": [{"type": "integer"}, {"type": "array", "prefixItems": [{"const": 1}], "items": False}]
     },
     "pattern": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{1,3}$"},
+    "decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "maxLength": 9},
     "date": {"type": "string", "format": "date"},
     "tree": {
         "$ref": "#/$defs/node",
@@ -241,8 +242,9 @@ def test_of_masks_filled_at_once_only_the_broken_one_fails(
         ("json_schema", "{", "JSON"),
         ("json_schema", "[]", "object"),
         ("json_schema", '{"type": "strin"}', "strin"),
-        ("json_schema", '{"not": {}}', "not"),
-        ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', "uniqueItems"),
+        ("json_schema", '{"items": {"not": {}}}', r"^\$\.items: .*not"),
+        ("json_schema", '{"properties": {"a": {"uniqueItems": true}}}', r"^\$\.properties\.a: .*uniqueItems"),
+        ("json_schema", '{"items": {"type": "string", "pattern": "a(?=b)"}}', r"^\$\.items: .*look-ahead"),
         ("json_schema", '{"if": {}}', "if"),
         ("json_schema", '{"propertyNames": {"pattern": "^a"}}', "propertyNames"),
         ("json_schema", '{"items": [{}], "additionalItems": false}', "additionalItems"),

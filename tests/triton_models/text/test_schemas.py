@@ -13,6 +13,7 @@ from triton_models.text.schemas import (
     check_schema,
     check_size,
     drop_needless_keywords,
+    rewrite_look_aheads,
 )
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import Grammar
@@ -180,6 +181,27 @@ def test_a_property_or_a_constant_may_have_the_name_of_a_keyword() -> None:
     same = json.loads(json.dumps(schema))
     drop_needless_keywords(schema)
     assert schema == same
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rewritten", "other"),
+    [
+        (r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", r"^[+-]?0*\d*\.?\d*$", "[^-+.]"),
+        (r"^(?![\]a]*$)\w", r"^\w", r"[^\]a]"),
+        (r"^(?!^[^a]*$)b", None, None),
+        (r"^(?!^[-+.]*$)a|b", None, None),
+        (r"^(?!^[-+.]+$)a", None, None),
+        (r"a(?!^[-+.]*$)", None, None),
+    ],
+)
+def test_a_pattern_that_looks_ahead_at_its_beginning_alone_is_rewritten(
+    pattern: str, rewritten: str | None, other: str | None
+) -> None:
+    same = {"type": "string", "pattern": pattern}
+    schema: dict[str, Any] = {"items": [same.copy()], "enum": [same]}
+    rewrite_look_aheads(schema)
+    told = same if other is None else {**same, "pattern": rewritten, "allOf": [{"pattern": other}]}
+    assert schema == {"items": [told], "enum": [same]}
 
 
 @pytest.mark.parametrize("bound", [1e308, -1e308, 10**30, 2**63 - 1, -(2**63)])
