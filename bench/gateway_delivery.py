@@ -157,12 +157,12 @@ class _ScriptedTriton:
             made.inputs.add(name=name)
         return made
 
-    async def infer(self, request: pb.ModelInferRequest, **options: float) -> list[pb.ModelInferResponse]:
+    async def infer(self, request: pb.ModelInferRequest, **options: object) -> list[pb.ModelInferResponse]:
         """Return all that `stream_infer` yields."""
         return [response async for response in self.stream_infer(request, **options)]
 
     async def stream_infer(
-        self, request: pb.ModelInferRequest, **_: float
+        self, request: pb.ModelInferRequest, **_: object
     ) -> AsyncIterator[pb.ModelInferResponse]:
         match decode_request(unpack_strings(request.raw_input_contents[2])[0]):
             case Probe():

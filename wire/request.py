@@ -6,6 +6,7 @@ key is an error in all of them, so that nothing is accepted and ignored: an olde
 gateway's key by name instead of obeying half of the request.
 """
 
+import secrets
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,7 +18,8 @@ from wire.limits import IDS_LIMIT, INT64_MAX, TOOLS_LIMIT
 from wire.sampling import Sampling, TokenId
 
 Metadata = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A[^\n]*\Z")]
-RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_ID_LIMIT = 128
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=_ID_LIMIT)]
 ChannelId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=INT64_MAX)]
 
@@ -145,6 +147,21 @@ class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """Also return how each id is displayed."""
     deadline_ms: Milliseconds | None = None
     """As for `Tokenize`."""
+
+
+def attempt_id(request_id: str) -> str:
+    """Return a `Generation.request_id` that no other attempt has, so that a cancel means this one alone.
+
+    It is `request_id`, which clients choose and which several prompts share, and, after a space, a word that
+    nobody can guess.
+    """
+    word = secrets.token_urlsafe(8)
+    return f"{request_id[: _ID_LIMIT - len(word) - 1]} {word}"
+
+
+def traced_id(attempt: str) -> str:
+    """Return what stands before the space in an `attempt_id`, or all of an id without one."""
+    return attempt.partition(" ")[0]
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

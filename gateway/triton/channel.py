@@ -23,13 +23,12 @@ from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.telemetry.tracing import Headers
-from gateway.triton.client import Backoff, Client, remaining_s
+from gateway.triton.client import Backoff, Cancel, Client, remaining_s
 from gateway.triton.dialects.base import (
     AnswerDelta,
     ChannelDecoder,
     Channels,
     ModelReport,
-    Request,
     Response,
 )
 from gateway.triton.errors import Fault, TritonError
@@ -139,11 +138,12 @@ class DeltaChannel:
         headers: Headers,
         *,
         decoder: ChannelDecoder | None = None,
+        cancel: Cancel | None = None,
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Run `generation` for a block, with its deltas on the channel once that is open; yields its events.
 
         A block around the events, not a generator around theirs: each token would pass it. `decoder` reads
-        the answer; None: a new one of `channels`.
+        the answer; None: a new one of `channels`. `cancel` is as for `Client.stream_infer`.
 
         Raises:
             TritonError: it failed; `NO_CHANNEL` if the channel did not open, `CHANNEL_LOST` if it was lost.
@@ -155,14 +155,22 @@ class DeltaChannel:
         address = ChannelStream(id=self.id, stream=buffer.numbers.start, ids=generation.resumable)
         request = channels.request(generation, report, remaining_s(generation.deadline), address)
         with self.deliver(buffer):
-            own = asyncio.create_task(self._read_own_stream(request, generation.deadline, headers, buffer))
+            responses = self._client.stream_infer(
+                # No idle timeout here: the channel's reader sees the deltas too, and decides whether the
+                # model is silent.
+                request,
+                deadline=generation.deadline,
+                idle_timeout_s=math.inf,
+                headers=headers,
+                cancel=cancel,
+            )
+            own = asyncio.create_task(self._read_own_stream(responses, buffer))
             buffer.own = own
             try:
                 reader = decoder or channels.decoder(generation, report)
                 async with contextlib.aclosing(self._merged(buffer, reader)) as events:
                     yield events
-                # Let the own stream end by its status: cancelled at the moment of its last response, it may
-                # keep the model from ever being unloaded.
+                # The own stream ends by itself: its final response has come.
                 await asyncio.wait({own})
             except TritonError as error:
                 if error.fault is Fault.CHANNEL_LOST:
@@ -197,14 +205,9 @@ class DeltaChannel:
             self._lost(error)
 
     async def _read_own_stream(
-        self, request: Request, deadline: float, headers: Headers, buffer: "DeltaBuffer"
+        self, responses: AsyncGenerator[Response, None], buffer: "DeltaBuffer"
     ) -> None:
         """Put the responses of the request's own stream, and its end, into `buffer`."""
-        # No idle timeout here: the channel's reader sees the deltas too, and decides whether the model is
-        # silent.
-        responses = self._client.stream_infer(
-            request, deadline=deadline, idle_timeout_s=math.inf, headers=headers
-        )
         try:
             async with contextlib.aclosing(responses):
                 async for response in responses:

@@ -13,7 +13,8 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -43,6 +44,13 @@ _OPTIONS = [
 ]
 
 _EOF_WAIT_S = 1.0
+"""How long a stream may take to end behind its final response, or an error."""
+
+_LEAVE_S = 3.0
+"""How long a model may take to end a request that it was told to cancel; then the stream is reset."""
+
+_AGAIN_S = 0.2
+"""When it is told again: it may have been told before it had the request."""
 
 _CERTIFICATES_S = 1.0
 """Seconds between two looks at the files of certificates."""
@@ -58,6 +66,11 @@ _UNLOADED = "unloaded"
 
 FINAL = "triton_final_response"
 WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+_Request: TypeAlias = service_pb2.ModelInferRequest
+Cancel: TypeAlias = Callable[[_Request], _Request]
+"""Returns a request that has the model end the one given."""
 
 
 class Backoff:
@@ -262,55 +275,59 @@ class Client:
 
     async def stream_infer(
         self,
-        request: service_pb2.ModelInferRequest,
+        request: _Request,
         *,
         deadline: float,
         idle_timeout_s: float,
         headers: Headers = (),
+        cancel: Cancel | None = None,
     ) -> AsyncGenerator[service_pb2.ModelInferResponse, None]:
         """Send one request on a stream of its own and yield its responses that hold tensors.
 
         Ends after the response that Triton marks as final. Closing the generator before, or cancelling the
-        task that waits in it, cancels the call at once; so does every error. The time that the caller spends
-        between two responses does not count towards `idle_timeout_s`.
+        task that waits in it, cancels the request at once; so does every error. The time that the caller
+        spends between two responses does not count towards `idle_timeout_s`.
 
         Args:
             request: its `id` also travels as the header `x-request-id`, so it is printable ASCII.
             deadline: of the event loop's clock, in seconds; infinity: none.
             idle_timeout_s: longest wait for any one response; infinity: as long as the deadline.
             headers: further headers of the call.
+            cancel: how the model is told to cancel the request; None: by a reset of the stream.
 
         Raises:
             TritonError: with any fault; `SILENT` for the idle timeout, `DEADLINE` for the deadline.
         """
         self._check_open()
         request.parameters[WANT_EMPTY_FINAL].bool_param = True
+        # A stream that is to end by itself outlives the deadline.
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time()) + (_LEAVE_S if cancel else 0.0)
         stream = self._stub.ModelStreamInfer(
-            timeout=None if math.isinf(deadline) else max(0.0, deadline - asyncio.get_running_loop().time()),
+            timeout=None if math.isinf(left_s) else left_s,
             # Never `triton_grpc_error`: with it, tritonserver 2.51 crashes at one refusal in some hundreds.
             # It would turn texts into statuses, but our refusals have their code in the text.
             metadata=(("x-request-id", request.id), *headers),
         )
         with self._tracked(stream, request.model_name) as call:
-            await call.answer(
-                lambda: _send(stream, request), deadline=deadline, idle_timeout_s=idle_timeout_s
-            )
-            final = False
-            while not final:
-                message = await call.answer(stream.read, deadline=deadline, idle_timeout_s=idle_timeout_s)
+            call.cancel = None if cancel is None else partial(cancel, request)
+            answer = partial(call.answer, deadline=deadline, idle_timeout_s=idle_timeout_s)
+            await answer(partial(_send, stream, request))
+            while not call.final:
+                message = await answer(stream.read)
                 if message is grpc.aio.EOF:
                     raise TritonError(Fault.PROTOCOL, "the stream ended before its final response")
                 if message.error_message:
+                    call.final = True
                     raise classify(message.error_message)
                 response = message.infer_response
-                final = call.final = response.parameters[FINAL].bool_param
+                call.final = response.parameters[FINAL].bool_param
                 if response.outputs:
                     yield response
             # A cancellation that comes now, as of a client that reads no further, does not reach the stream.
             await asyncio.shield(self._end_of(call))
 
     async def infer(
-        self, request: service_pb2.ModelInferRequest, *, deadline: float, headers: Headers = ()
+        self, request: _Request, *, deadline: float, headers: Headers = ()
     ) -> list[service_pb2.ModelInferResponse]:
         """Return all that `stream_infer` yields, where nothing is heard of a request before its answer."""
         responses = self.stream_infer(request, deadline=deadline, idle_timeout_s=math.inf, headers=headers)
@@ -329,17 +346,17 @@ class Client:
         try:
             yield call
         finally:
-            if call.final:
+            if call.final or not (call.cancel is None or running.done()):
                 self._end_of(call)
             else:
                 self._drop(call)
 
     def _end_of(self, call: "_Call") -> asyncio.Task[None]:
-        """Let a stream whose final response has come end by its status, and not by a reset.
+        """Let a stream end by its status, and not by a reset: its final response has come, or soon will.
 
-        A stream that is cancelled at that moment leaves a reference to the model in tritonserver 2.51: it
-        could never be unloaded again. And to proxies, one reset per request looks like the HTTP/2 "rapid
-        reset" attack. The answer is complete, so a failure no longer matters.
+        A stream that is reset at the moment of its final response leaves a reference to the model in
+        tritonserver 2.51: it could never be unloaded again. To proxies, resets look like an attack. Nobody
+        waits for the end, so a failure no longer matters.
         """
         if call.ending is None:
             call.ending = asyncio.create_task(self._let_end(call), name="end of a stream")
@@ -348,11 +365,27 @@ class Client:
         return call.ending
 
     async def _let_end(self, call: "_Call") -> None:
+        cancel, call.cancel = call.cancel, None
         try:
             with contextlib.suppress(TritonError):
-                await call.answer(call.grpc.read, deadline=math.inf, idle_timeout_s=_EOF_WAIT_S)
+                if call.final or cancel is None:
+                    await call.answer(call.rest, deadline=math.inf, idle_timeout_s=_EOF_WAIT_S)
+                else:
+                    await self._tell(cancel, call)
         finally:
             self._drop(call)
+
+    async def _tell(self, cancel: Callable[[], _Request], call: "_Call") -> None:
+        """Have the model end a request, until its stream has; raises if the model cannot be told."""
+        ended = asyncio.ensure_future(call.answer(call.rest, deadline=math.inf, idle_timeout_s=_LEAVE_S))
+        try:
+            while not ended.done():
+                # Read to its end, too: this stream must not be reset either.
+                await self.infer(cancel(), deadline=asyncio.get_running_loop().time() + _LEAVE_S)
+                await asyncio.wait({ended}, timeout=_AGAIN_S)
+        finally:
+            call.grpc.cancel()  # which changes nothing if it has ended
+            await asyncio.gather(ended, return_exceptions=True)
 
     def _drop(self, call: "_Call") -> None:
         """End a call that nobody reads any more, unless it has ended."""
@@ -389,19 +422,23 @@ class _Call:
         self.entry = entry
         """The repository entry of an inference; None for calls about Triton itself."""
         self.final = False
-        """Whether the final response of an inference has come."""
+        """Whether the final response of an inference has come, or an error."""
+        self.cancel: Callable[[], _Request] | None = None
+        """As for `stream_infer`, for this call."""
         self.ending: asyncio.Task[None] | None = None
         """Waits for the stream's end behind that."""
         self._end: tuple[Fault, str] | None = None
         self._limit: asyncio.Timeout | None = None
         """Of the operation that is awaited."""
+        self._running: asyncio.Future[Any] | None = None
+        """The operation, which goes on when whoever awaits it is cancelled."""
 
     def end(self, fault: Fault, detail: str) -> None:
         """Let `answer`, now or when it is called next, raise a TritonError of `fault`.
 
         To cancel the call would not do: one that grpc (1.85) has not begun to send then waits for ever.
         """
-        self._end = fault, detail
+        self._end, self.cancel = (fault, detail), None
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 
@@ -414,7 +451,7 @@ class _Call:
         idle_end = asyncio.get_running_loop().time() + idle_timeout_s
         try:
             async with asyncio.timeout_at(min(deadline, idle_end)) as self._limit:
-                return await operation()
+                return await (operation() if self.cancel is None else self._apart(operation))
         except TimeoutError:
             if self._end is not None:
                 raise TritonError(*self._end) from None
@@ -431,6 +468,21 @@ class _Call:
         finally:
             self._limit = None
 
+    async def _apart(self, operation: Callable[[], Awaitable[Any]]) -> Any:
+        """Await `operation`, which a cancellation does not reach: grpc would reset the stream."""
+        self._running = asyncio.ensure_future(operation())
+        try:
+            return await asyncio.shield(self._running)
+        finally:
+            if self._running.done():
+                self._running = None
+
+    async def rest(self) -> None:
+        """Read a stream to its end."""
+        message = None if self._running is None else await self._running
+        while message is not grpc.aio.EOF:
+            message = await self.grpc.read()
+
 
 def _task_is_cancelled() -> bool:
     """Tell whether the running task was asked to end.
@@ -442,7 +494,7 @@ def _task_is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-async def _send(call: grpc.aio.StreamStreamCall, request: service_pb2.ModelInferRequest) -> None:
+async def _send(call: grpc.aio.StreamStreamCall, request: _Request) -> None:
     await call.write(request)
     # Once the stream is half-closed, Triton ends it, even after errors that would otherwise leave it open.
     await call.done_writing()

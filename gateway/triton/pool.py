@@ -355,7 +355,9 @@ class TritonUpstream:
         resumes = self._options.resume and not request.logits
         request, decoder = attempts.next(request, dialect.channels if resumes else None, report)
         if request.stream and dialect.channels is not None:
-            return replica.channel.answer(dialect.channels, request, report, headers, decoder=decoder)
+            return replica.channel.answer(
+                dialect.channels, request, report, headers, decoder=decoder, cancel=dialect.cancel
+            )
         idle_timeout_s = self._options.idle_timeout_s
         if not dialect.heartbeats:  # and what does not stream comes when all of it was written
             idle_timeout_s = _SILENCE_S if request.stream else math.inf
@@ -426,6 +428,7 @@ async def _plain_events(
         deadline=request.deadline,
         idle_timeout_s=idle_timeout_s,
         headers=headers,
+        cancel=dialect.cancel,
     )
     async with contextlib.aclosing(responses):
         async for response in responses:

@@ -1,7 +1,9 @@
 """Models come and go while `tritongate up` runs: by the gateway, by command, by another gateway."""
 
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -131,6 +133,44 @@ def test_clients_that_leave_with_the_reason_for_the_end_do_not_keep_the_model(up
                 model="chatglm3", messages=HELLO, stream=True, max_tokens=1 + length % 5
             ) as stream:
                 next(chunk for chunk in stream if chunk.choices[0].finish_reason)
+    assert change(up, "unload").status_code == 200
+    assert change(up, "load").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave_at_any_moment_do_not_keep_the_model(up: UpProcess, stream: bool) -> None:
+    dice = random.Random(0)
+    body = {"model": "chatglm3", "messages": HELLO, "stream": stream, "max_tokens": 24}
+    before = up.gauge("tritongate_client_cancels_total", model="chatglm3")
+
+    def leave(http: httpx.Client) -> None:
+        limit = httpx.Timeout(TIMEOUT_S, read=dice.uniform(0.001, 0.1))
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            http.stream("POST", "/v1/chat/completions", json=body, timeout=limit) as answer,
+        ):
+            for _ in zip(answer.iter_raw(), range(dice.randint(0, 24)), strict=False):
+                pass
+
+    with (
+        httpx.Client(base_url=up.base_url, headers={"Authorization": "Bearer sk-client"}) as http,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        list(threads.map(leave, [http] * 500))
+    wait_until(lambda: up.gauge("tritongate_requests_in_flight") == 0)
+    assert up.gauge("tritongate_client_cancels_total", model="chatglm3") > before
+    assert change(up, "unload").status_code == 200
+    assert change(up, "load").status_code == 200
+
+
+def test_clients_that_are_refused_do_not_keep_the_model(up: UpProcess) -> None:
+    with client(up) as sdk, ThreadPoolExecutor(8) as threads:
+
+        def refused(stream: bool) -> None:
+            with pytest.raises(openai.BadRequestError):
+                sdk.completions.create(model="chatglm3", prompt="x " * 9000, stream=stream)
+
+        list(threads.map(refused, [True, False] * 200))
     assert change(up, "unload").status_code == 200
     assert change(up, "load").status_code == 200
 

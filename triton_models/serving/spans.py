@@ -21,6 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from triton_models.serving.request import OpenRequest
 from wire.refusal import RefusalCode
+from wire.request import traced_id
 from wire.telemetry import Telemetry
 
 _SERVICE: Final = "tritongate-model"
@@ -95,7 +96,7 @@ class ModelSpans:
                 _INPUT: request.prompt_tokens,
                 _OUTPUT: sum(choice.completion_tokens for choice in choices),
                 "gen_ai.response.finish_reasons": [choice.finish or "none" for choice in choices],
-                "tritongate.request_id": request.generation.request_id or request.key,
+                "tritongate.request_id": traced_id(request.generation.request_id or request.key),
             }
         )
         if code is not None:

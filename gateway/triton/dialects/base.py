@@ -179,6 +179,9 @@ class Dialect:
 
     Raises InvalidRequestError: the model cannot express it.
     """
+    cancel: Callable[[Request], Request] | None = None
+    """Returns the request that has the model end a generation, given what `request` returned for it; None: a
+    generation ends when its stream is reset."""
     probe: Probe | None = None
     """None: whether a model serves is what Triton says, and what is known of it is in `report`."""
     report: ModelReport = field(default_factory=ModelReport)

@@ -42,7 +42,7 @@ from wire.grammar import Grammar
 from wire.history import Role, Turn, encode_history
 from wire.limits import GRAMMAR_LIMIT
 from wire.meta import Meta
-from wire.request import ChannelStream
+from wire.request import ChannelStream, attempt_id
 from wire.sampling import Sampling
 from wire.strings import pack_strings, unpack_strings
 
@@ -65,6 +65,15 @@ class _WirePrompt:
 
 
 _NO_PROMPT = _WirePrompt()
+
+
+class _Named(msgspec.Struct):
+    """What of a generation names it in a cancel."""
+
+    request_id: str
+
+
+_named = msgspec.json.Decoder(_Named)
 
 
 def _infer_request(
@@ -133,7 +142,7 @@ def _request(
     sampling = {name: getattr(generation, name) for name in Sampling.__struct_fields__}
     request = wire_request.Generation(
         **sampling | {"max_total_tokens": _max_total_tokens(generation, report)},
-        request_id=generation.request_id,
+        request_id=attempt_id(generation.request_id),
         role=prompt.role,
         prompt_token_ids=prompt.ids,
         raw=prompt.raw,
@@ -146,6 +155,12 @@ def _request(
         deadline_ms=_milliseconds(remaining_s),
     )
     return _infer_request(generation.model, generation.request_id, request, prompt)
+
+
+def _cancel(sent: Request) -> Request:
+    (document,) = unpack_strings(sent.raw_input_contents[-1])
+    name = _named.decode(document).request_id
+    return _infer_request(sent.model_name, sent.id, wire_request.Cancel(name))
 
 
 def _tokenize(tokenization: Tokenization, report: ModelReport, remaining_s: float) -> Request:
@@ -255,6 +270,7 @@ CHATGLM = Dialect(
     decoder=lambda generation, report: (
         LogitsAnswer() if generation.logits else ChatGLMAnswer(generation, report)
     ),
+    cancel=_cancel,
     probe=Probe(_probe, _read_probe),
     tokenizer=Tokenizer(_tokenize, _read_tokens),
     channels=Channels(_open_channel, _read_frame, _request, ChatGLMAnswer),

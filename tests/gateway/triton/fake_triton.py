@@ -14,7 +14,9 @@ from gateway.core.request import Conversation, Generation, Message
 from tests.ports import free_ports
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Logits, Meta, ProbeReport, Tokenized, Usage, encode_meta
-from wire.request import Detokenize, OpenChannel, Probe, Request, Tokenize, decode_request
+from wire.refusal import RefusalCode, refusal_text
+from wire.request import Cancel, Detokenize, OpenChannel, Probe, Request, Tokenize, decode_request
+from wire.request import Generation as Asked
 from wire.strings import pack_strings, unpack_strings
 
 Response: TypeAlias = service_pb2.ModelStreamInferResponse
@@ -121,6 +123,8 @@ class FakeModel:
             heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
         )
     )
+    obeys: bool = True
+    """Whether a generation ends when it is told so."""
     probes: int = 0
     load: Callable[[Any], Awaitable[None]] | None = None
     """What loading does instead of succeeding at once, given the call's context."""
@@ -149,6 +153,13 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.answers.set()
         self._unloading: set[asyncio.Task[None]] = set()
         self.cancelled = asyncio.Event()
+        """Set once a request was cancelled, in whichever way."""
+        self.told: list[str] = []
+        """Of which requests the model was told that they are cancelled."""
+        self.resets = 0
+        """Streams that were cancelled, but for delta channels."""
+        self.running: dict[str, asyncio.Event] = {}
+        """What ends each generation that can be cancelled, by its name."""
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -265,6 +276,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             self.half_closed += 1
         except (asyncio.CancelledError, GeneratorExit):  # grpc drops a generator that is between responses
             if not isinstance(kind, OpenChannel):
+                self.resets += 1
                 self.cancelled.set()
             raise
 
@@ -277,6 +289,14 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         script = model.answer
         if isinstance(kind, OpenChannel):
             script = model.channel
+        elif isinstance(kind, Cancel):
+            self.told.append(kind.cancel)
+            self.cancelled.set()
+            found = kind.cancel in self.running
+            if found and model.obeys:
+                self.running[kind.cancel].set()
+            yield reply(meta=Meta(cancelled=found), final=True)
+            return
         elif isinstance(kind, Probe):
             model.probes += 1
             if model.probe is None:
@@ -288,8 +308,34 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 script = model.tokenize
             self.requests.append(request)
             self.metadata.append(dict(context.invocation_metadata()))
-        async for response in script(request, context):
+        responses = script(request, context)
+        if isinstance(kind, Asked) and kind.request_id is not None:
+            responses = self._cancellable(kind.request_id, responses)
+        async for response in responses:
             yield response
+
+    async def _cancellable(self, name: str, script: AsyncIterator[Response]) -> AsyncIterator[Response]:
+        """Play a script until it is over, or the request is cancelled by its name."""
+        cancelled = self.running[name] = asyncio.Event()
+        told = asyncio.create_task(cancelled.wait())
+        try:
+            while True:
+                step = asyncio.ensure_future(anext(script, None))
+                try:
+                    await asyncio.wait({step, told}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not step.done():
+                        step.cancel()
+                        await asyncio.gather(step, return_exceptions=True)
+                if step.cancelled():
+                    yield Response(error_message=refusal_text(RefusalCode.CANCELLED, "it was cancelled"))
+                    return
+                if (response := step.result()) is None:
+                    return
+                yield response
+        finally:
+            told.cancel()
+            del self.running[name]
 
     async def _ready(self, name: str, context: Any) -> FakeModel:
         model = self.models.get(name)
