@@ -43,6 +43,11 @@ def test_every_link_leads_to_a_heading(page: Path) -> None:
     } == set()
 
 
+@pytest.mark.parametrize("page", [*PAGES, *FRONT], ids=lambda page: page.name)
+def test_no_merge_was_left_half_done(page: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_every_page_is_in_both_languages() -> None:
     chinese = {page.name.replace(".zh.md", ".md") for page in PAGES if page.name.endswith(".zh.md")}
     english = {page.name for page in PAGES if not page.name.endswith(".zh.md")}
