@@ -273,7 +273,7 @@ def test_a_client_that_leaves_is_a_499_in_metrics_and_in_the_log_alone(
     assert lines_of(narrow, "leaves-early")[-1]["status"] == 499
 
 
-def test_a_requests_id_is_echoed_logged_and_sent_to_the_model(
+def test_a_requests_id_is_echoed_and_logged_and_nobody_else_ends_it_by_that(
     narrow: ServeProcess, http: httpx.Client, patient: UpProcess
 ) -> None:
     with http.stream("POST", CHAT, json=LONG, headers={"X-Request-Id": "mine-7"}) as answer:
@@ -281,10 +281,8 @@ def test_a_requests_id_is_echoed_logged_and_sent_to_the_model(
         next(events)
         assert answer.headers["X-Request-Id"] == "mine-7"
         with contextlib.closing(StreamClient(patient.triton_grpc)) as triton:
-            assert any(meta.cancelled for _, meta in triton.stream("chatglm3", cancel="mine-7"))
-        data = [line.removeprefix("data: ") for line in events if line.startswith("data: ")]
-        assert data.pop() == "[DONE]"
-        assert set(json.loads(data[-1])["error"]) == {"message", "type", "param", "code"}
+            assert not any(meta.cancelled for _, meta in triton.stream("chatglm3", cancel="mine-7"))
+        assert any(line.startswith("data: ") for line in events)
     wait_until(lambda: lines_of(narrow, "mine-7"))
     for unfit in ("x" * 200, "two words", "ümlaut"):
         made = http.get("/v1/models", headers={"X-Request-Id": unfit.encode()}).headers["X-Request-Id"]

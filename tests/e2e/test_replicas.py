@@ -164,15 +164,15 @@ def model_of(server: Server) -> psutil.Process:
 async def answers_despite(
     lose: Callable[[Server], None], up: UpProcess, requests: list[dict[str, Any]]
 ) -> list[Answer]:
-    """Ask all at once, and lose one of the servers that are at it. None ends an answer before."""
+    """Ask all at once, and lose one of the servers that are at it. None ends an answer until then."""
     with contextlib.ExitStack() as slow:
         for each in servers(up):
             slow.enter_context(slowed(model_of(each)))
 
         async def disturb() -> None:
             server = await asyncio.to_thread(busy_server, up)
-            await asyncio.to_thread(slow.close)
             await asyncio.to_thread(lose, server)
+            await asyncio.to_thread(slow.close)
 
         return await answers(up.base_url, requests, disturb)
 
@@ -182,10 +182,9 @@ def kill_model(server: Server) -> None:
 
 
 def end_server(server: Server) -> None:
-    """End it, and have it finish no answer meanwhile."""
-    with slowed(model_of(server)):
-        server.process.terminate()
-        time.sleep(ENDS_WITHIN_S)
+    """End it; its model is slowed, and finishes no answer meanwhile."""
+    server.process.terminate()
+    time.sleep(ENDS_WITHIN_S)
 
 
 def busy_server(up: UpProcess) -> Server:

@@ -112,7 +112,7 @@ async def test_clients_that_leave_at_any_moment_reset_nothing(triton: FakeTriton
 
     for _ in range(50):
         await asyncio.gather(*(ask() for _ in range(8)))
-    assert 0 < ends[0] < 400
+    assert ends[0] > 0
     await until(lambda: not triton.running)
     assert len(triton.told) > 0
     assert triton.resets == 0
