@@ -22,6 +22,8 @@ from triton_models.engine.ops_cpu import (
 from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
 
+_CPU_DRAFTS = DraftLimits(wait_s=0.0004, wait_more_s=0.00002)
+"""Measured on two cores (bench/LOG.md), as a GPU's were on an H200."""
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first generation whose matrix units support bfloat16."""
 
@@ -115,12 +117,13 @@ def _cpu_backend(dtype: torch.dtype) -> Backend:
                 sample=cpu_sample,
                 convert=compile_linear,
                 reads_16_bits=True,
+                drafts=_CPU_DRAFTS,
                 reason=f"operations compiled for this CPU, {dtype}",
             )
     obstacle = why_not_packed(dtype)
     matrices = "packed matrices" if obstacle is None else f"matrices as they are ({obstacle})"
     reason = f"torch operations for the CPU{why}, {matrices}, {dtype}"
-    return replace(PLAIN, reason=reason, convert=pack if obstacle is None else None)
+    return replace(PLAIN, reason=reason, drafts=_CPU_DRAFTS, convert=pack if obstacle is None else None)
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:

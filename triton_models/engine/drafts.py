@@ -57,7 +57,8 @@ class DraftLimits:
     rows: int = 32
     """Rows of a step, of one token each, up to which guesses are made."""
     wait_s: float = 0.0
-    """Seconds for which the device idles after a step with guesses: what follows depends on its results."""
+    """Seconds that a step with guesses takes longer than its rows do: for them the host has more to do, and
+    where it works ahead of the device, this idles, since what follows depends on the results."""
     wait_more_s: float = 0.0
     """What each decoding sequence adds to that: the more there are, the longer the host takes."""
     step_s: float = 0.02
