@@ -97,6 +97,8 @@ def tasks(count: int, changed: float) -> list[Task]:
         ids: dict[str, int] = {}
         first = len(found) * IDS
         text = [first + ids.setdefault(each, len(ids)) for each in pieces[start : start + 2 * TEXT]]
+        if len(ids) > IDS:
+            continue
         # The second half, so that enough is left of it where much is left out.
         answer = edited(text[:TEXT], changed, rng) + text[TEXT:]
         found.append(Task(tuple(text[:TEXT]), tuple(answer[:NEW_TOKENS])))
