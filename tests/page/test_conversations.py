@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Download, expect
+from playwright.async_api import Download, Route, expect
 
 from tests.gateway.fake_upstream import say_and_hang
 from tests.gateway.serving import until
@@ -115,3 +115,25 @@ async def test_a_choice_of_model_and_language_is_remembered(opened: Opened) -> N
         await ask(page)
         await answered(page)
         assert served.upstream.requests[0].model == "org/glm-2"
+
+
+async def test_a_question_may_come_before_the_list_of_models(opened: Opened) -> None:
+    async with opened(echo) as (page, served):
+        await ask(page, "kept")
+        await answered(page)
+        asked = asyncio.Event()
+
+        async def late(route: Route) -> None:
+            await asked.wait()
+            await route.continue_()
+
+        await page.route("**/v1/models", late)
+        await page.reload(wait_until="domcontentloaded")
+        await ask(page, "early")
+        await expect(page.locator("article.question")).to_contain_text(["early"])
+        await ask(page, "and at once again")
+        asked.set()
+        assert "You said: early" in await answered(page)
+        await expect(page.locator("#list a")).to_have_text(["early", "kept"])
+        await expect(page.locator("#model")).to_have_value("glm")
+        assert [request.model for request in served.upstream.requests] == ["glm", "glm"]

@@ -12,29 +12,32 @@ const DRAW_MS = 80;
 const conversations = new Map();
 const running = new Map(); // id of a conversation -> AbortController
 let models = [];
-let current = null;
+let current = fresh(); // a question can be asked before anything has been read
 
-/** Read what the browser keeps, and begin. */
+/** Begin, and read what the browser keeps and which models there are. */
 export async function openChat() {
-  await fetchModels();
+  showConversation();
+  question.focus({ preventScroll: true });
+  const fetched = fetchModels();
   try {
-    for (const conversation of await all()) conversations.set(conversation.id, conversation);
+    for (const conversation of await all()) if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
   } catch {
     toast(t("notKept"));
   }
-  open(fresh());
+  showList();
+  await fetched;
+  showModels();
 }
 
 /** Stop the answer of the open conversation; return whether there was one. */
 export function stopAnswer() {
-  const controller = running.get(current?.id);
+  const controller = running.get(current.id);
   controller?.abort();
   return controller !== undefined;
 }
 
 /** Show everything again, as after a change of language. */
 export function refresh() {
-  if (!current) return;
   showModels();
   showList();
   showConversation();
@@ -74,10 +77,10 @@ async function fetchModels() {
   }
 }
 
-const chosenModel = () => {
+function chosenModel() {
   const last = choice("model");
   return models.some((model) => model.id === last) ? last : (models.find((model) => model.ready) ?? models[0])?.id ?? "";
-};
+}
 
 function showModels() {
   current.model ||= chosenModel();
@@ -140,10 +143,6 @@ async function replace(at, ...messages) {
 }
 
 async function answer(conversation) {
-  if (!conversation.model) { // the gateway, or the key, was not there when the page opened
-    await fetchModels();
-    conversation.model = chosenModel();
-  }
   const controller = new AbortController();
   const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], model: conversation.model };
   const asked = { ...conversation, messages: conversation.messages };
@@ -152,6 +151,10 @@ async function answer(conversation) {
   save(conversation);
   refresh();
   by("scroll").scrollTop = by("scroll").scrollHeight;
+  if (!conversation.model) { // the page has just opened, or the gateway or the key was not there when it did
+    await fetchModels();
+    asked.model = message.model = conversation.model = chosenModel();
+  }
   let drawn = null;
   await ask(asked, message, controller.signal, () => {
     drawn ??= setTimeout(() => { drawn = null; if (current === conversation) showLast(message); }, DRAW_MS);
