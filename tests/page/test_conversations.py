@@ -137,3 +137,15 @@ async def test_a_question_may_come_before_the_list_of_models(opened: Opened) -> 
         await expect(page.locator("#list a")).to_have_text(["early", "kept"])
         await expect(page.locator("#model")).to_have_value("glm")
         assert [request.model for request in served.upstream.requests] == ["glm", "glm"]
+
+
+async def test_a_list_of_models_that_failed_is_read_again_with_the_question(opened: Opened) -> None:
+    async with opened(echo) as (page, served):
+        await page.route("**/v1/models", lambda route: route.abort())
+        await page.reload()
+        await expect(page.locator("#model option")).to_have_text(["no model"])
+        await page.unroute("**/v1/models")
+        await ask(page)
+        await answered(page)
+        await expect(page.locator("#model")).to_have_value("glm")
+        assert served.upstream.requests[0].model == "glm"

@@ -18,15 +18,13 @@ let current = fresh(); // a question can be asked before anything has been read
 export async function openChat() {
   showConversation();
   question.focus({ preventScroll: true });
-  const fetched = fetchModels();
+  fetchModels();
   try {
     for (const conversation of await all()) if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
   } catch {
     toast(t("notKept"));
   }
   showList();
-  await fetched;
-  showModels();
 }
 
 /** Stop the answer of the open conversation; return whether there was one. */
@@ -75,6 +73,7 @@ async function fetchModels() {
   } catch {
     models = []; // the first question says why
   }
+  showModels();
 }
 
 function chosenModel() {
@@ -153,7 +152,7 @@ async function answer(conversation) {
   by("scroll").scrollTop = by("scroll").scrollHeight;
   if (!conversation.model) { // the page has just opened, or the gateway or the key was not there when it did
     await fetchModels();
-    asked.model = message.model = conversation.model = chosenModel();
+    asked.model = message.model = conversation.model ||= chosenModel();
   }
   let drawn = null;
   await ask(asked, message, controller.signal, () => {
@@ -167,7 +166,6 @@ async function answer(conversation) {
   if (current === conversation) {
     showLast(message);
     showState();
-    if (message.error) showModels();
     if (message.error?.status === 401) openSettings("key");
     else if (message.tool_calls.length && !message.error && !message.stopped) by("log").querySelector(".results textarea")?.focus();
   }
@@ -250,7 +248,7 @@ by("model").addEventListener("change", (event) => {
   if (current.messages.length) save(current);
 });
 by("model").addEventListener("pointerdown", async () => {
-  if (!models.length) { await fetchModels(); showModels(); }
+  if (!models.length) await fetchModels();
 });
 by("title").addEventListener("change", async (event) => {
   current.title = event.target.value.trim() || t("untitled");
@@ -304,7 +302,6 @@ by("settings").addEventListener("close", async () => {
   choice("key", by("key").value.trim());
   if (current.messages.length) await save(current);
   if (other) await fetchModels();
-  showModels();
 });
 
 function isList(text) {
