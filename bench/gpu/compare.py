@@ -20,7 +20,7 @@ import click
 import torch
 
 from bench.gpu import servers
-from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
+from bench.gpu.comparison import ComparedRow, Comparison, Load, Plan, compared
 from bench.gpu.engine_steps import SAMPLINGS, StepRow, measure_steps
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
@@ -54,7 +54,17 @@ _DEFAULT = "other,ours,engine"
 @click.option("--shared", default=0, show_default=True, help="of them the same in every prompt")
 @click.option("--out", default=256, show_default=True, help="tokens of each answer")
 @click.option("--spread", default=0.0, show_default=True, help="as of `tritongate bench`; so is the next")
+@click.option("--turns", default=1, show_default=True, help="of each conversation")
 @click.option("--also", callback=fields, default="{}", help="further fields of the requests")
+@click.option(
+    "--load",
+    "loads",
+    multiple=True,
+    metavar="JSON",
+    callback=lambda context, parameter, given: tuple(fields(context, parameter, each) for each in given),
+    help="instead, with what differs: `name`, `conc`, `rounds`, `ids`, `shared`, `out`, `spread`, `turns`, "
+    "`also`; repeated: each server is measured with all",
+)
 @click.option("--open-s", default=0.0, show_default=True, help="seconds of each open loop; 0: none")
 @listed(
     "--rates",
@@ -103,7 +113,9 @@ def main(
     shared: int,
     out: int,
     spread: float,
+    turns: int,
     also: dict[str, Any],
+    loads: tuple[dict[str, Any], ...],
     open_s: float,
     rates: tuple[float, ...],
     batches: tuple[int, ...],
@@ -121,16 +133,12 @@ def main(
         raise click.UsageError(f"--only knows {', '.join(_PARTS)}, not {', '.join(sorted(unknown))}")
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
+    requests: dict[str, Any] = {"ids": ids, "ids_below": ids_below, "out": out, "shared": shared}
+    requests |= {"spread": spread, "turns": turns, "also": also}
+    usual_load = Load(clients=conc, rounds=rounds, requests=requests)
     plan = Plan(
-        clients=conc,
-        rounds=rounds,
+        loads=tuple(_load(usual_load, each) for each in loads) or (usual_load,),
         repeats=repeats,
-        ids=ids,
-        ids_below=ids_below,
-        out=out,
-        shared=shared,
-        spread=spread,
-        also=also,
         open_s=open_s,
         rates=rates,
         processes=processes,
@@ -189,6 +197,17 @@ def main(
         "notes": comparison.notes,
     }
     (folder / "compare.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _load(usual: Load, differing: dict[str, Any]) -> Load:
+    """Return a load that differs from the usual one in some of its options."""
+    given = dict(differing)
+    return Load(
+        name=given.pop("name", ""),
+        clients=tuple(given.pop("conc", usual.clients)),
+        rounds=given.pop("rounds", usual.rounds),
+        requests={**usual.requests, **given},
+    )
 
 
 def _steps_in_time(comparison: Comparison, plan: Plan, steps: Iterator[StepRow]) -> Iterator[StepRow]:

@@ -12,14 +12,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from bench.gpu import servers
-from bench.gpu.comparison import ComparedRow, Comparison, Plan, compared
+from bench.gpu.comparison import ComparedRow, Comparison, Load, Plan, compared
 from gateway.commands.bench import COUNT, listed
 from gateway.commands.load_rows import LoadRow, table
 from triton_models.embedded.installation import find_installation
@@ -98,9 +98,9 @@ def _entry(
         yield servers.Server(url=url, model="glm", started_s=time.monotonic() - began)
 
 
-def faults(measured: dict[str, list[LoadRow]], clients: int) -> list[str]:
+def faults(measured: Mapping[str, Mapping[str, LoadRow]], clients: int) -> list[str]:
     """Return what is wrong with a comparison of both servers, so that its figures count for nothing."""
-    rows = [measured.get(name, []) for name in (SERVE, ENTRY)]
+    rows = [[*measured.get(name, {}).values()] for name in (SERVE, ENTRY)]
     if any(len(each) != clients for each in rows):
         return ["not everything was measured"]
     found = [f"{row.failed} requests failed: {row.error}" for each in rows for row in each if row.failed]
@@ -156,15 +156,8 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     plan = Plan(
-        clients=conc,
-        rounds=rounds,
+        loads=(Load(clients=conc, rounds=rounds, requests={"words": words, "out": out}),),
         repeats=repeats,
-        ids=None,
-        words=words,
-        out=out,
-        shared=0,
-        open_s=0.0,
-        rates=(),
         processes=processes,
         ends=began + limit_s,
     )
@@ -182,15 +175,17 @@ def main(
     where = stub or Path(sys.executable).parent
     comparison.run(ENTRY, _entry(folder, engine, stub=where, packages=packages, workers=workers))
     click.echo(table(ComparedRow, compared(comparison.medians)))
-    wrong = faults(comparison.medians, len(plan.clients))
+    wrong = faults(comparison.medians, len(conc))
     if not wrong:
-        for own, other in zip(*comparison.medians.values(), strict=True):
+        for own, other in zip(*map(dict.values, comparison.medians.values()), strict=True):
             ratio = other.tokens_per_second / own.tokens_per_second
             verdict = "" if ratio >= _WANTED else f", below {_WANTED}"
             first = f"TTFT p50 {own.ttft_p50:.1f} -> {other.ttft_p50:.1f} ms"
             click.echo(f"{own.clients} clients: {ratio:.3f}x{verdict}; {first}")
     document = {"rows": comparison.rows, "notes": comparison.notes, "wrong": wrong}
-    document["medians"] = {name: list(map(asdict, rows)) for name, rows in comparison.medians.items()}
+    document["medians"] = {
+        name: list(map(asdict, rows.values())) for name, rows in comparison.medians.items()
+    }
     (folder / "vllm_entry.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     click.echo(f"{time.monotonic() - began:.0f} s in all; {'; '.join(wrong) or 'every answer as it must be'}")
     sys.exit(1 if wrong else 0)

@@ -180,6 +180,13 @@ def measure(
     show_default=True,
     help="of an open loop",
 )
+@click.option(
+    "--turns",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="of each conversation: later ones repeat what was said",
+)
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option(
     "--also", callback=fields, metavar="JSON", default="{}", help="further fields of the requests, as JSON"

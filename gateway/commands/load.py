@@ -54,6 +54,10 @@ _LONGEST = 8.0
 _QUESTION = "你好，请介绍一下自己。"
 
 
+Turn = tuple[str, Answer]
+"""The name of a request that was answered, and its answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The requests of a measurement."""
@@ -78,6 +82,9 @@ class Workload:
     spread: float = 0.0
     """Standard deviation of the lengths' natural logarithms; the stated lengths are then medians. No
     length is over `_LONGEST` times that. 0: all are equal."""
+    turns: int = 1
+    """Requests of a conversation: each has all of the earlier prompts and answers in front of its own prompt,
+    and only the first has what is shared."""
     temperature: float = 1.0
     also: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the requests."""
@@ -90,13 +97,11 @@ class Workload:
         chat = self.ids is None and (self.chat or self.words is None)
         return "/v1/chat/completions" if chat else "/v1/completions"
 
-    def body(self, name: str) -> bytes:
-        """Return the request called `name`: the same name gives the same prompt."""
-        dice = random.Random(name)  # noqa: S311 - a prompt is no secret
-        factors = [self._factor(dice), self._factor(dice)]
+    def body(self, name: str, before: Sequence[Turn] = ()) -> bytes:
+        """Return the request called `name`, with the turns before it: the same names give the same one."""
         body: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": round(self.out * factors[1]) or 1,
+            "max_tokens": round(self.out * self._factors(name)[1]) or 1,
             "temperature": self.temperature,
             "stream": self.stream,
             **self.also,
@@ -105,19 +110,44 @@ class Workload:
             body["ignore_eos"] = True
         if self.stream:
             body["stream_options"] = {"include_usage": True}
-        if self.words is not None:
-            text = "".join(dice.choices(_WORDS, k=round(self.words * factors[0]) or 1))
-            body |= {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
-        elif self.ids is None:
-            body["messages"] = [{"role": "user", "content": _QUESTION}]
+        if self.ids is not None:
+            body["prompt"] = self._ids("shared", self.shared)
+            for asked, answer in before:
+                body["prompt"] += [*self._own_ids(asked), *answer.ids]
+            body["prompt"] += self._own_ids(name)
+            if self.turns > 1:
+                body["return_token_ids"] = True
+        elif self.chat or self.words is None:
+            body["messages"] = [
+                message
+                for asked, answer in before
+                for message in (
+                    {"role": "user", "content": self._text(asked)},
+                    {"role": "assistant", "content": answer.text},
+                )
+            ]
+            body["messages"].append({"role": "user", "content": self._text(name)})
         else:
-            own = round((self.ids - self.shared) * factors[0]) or 1
-            body["prompt"] = self._ids("shared", self.shared) + self._ids(name, own)
+            body["prompt"] = "".join(self._text(asked) + answer.text for asked, answer in before)
+            body["prompt"] += self._text(name)
         return json.dumps(body).encode()
 
-    def _factor(self, dice: random.Random) -> float:
-        """Return by how much a length differs from its median."""
-        return min(_LONGEST, dice.lognormvariate(0.0, self.spread)) if self.spread else 1.0
+    def _text(self, name: str) -> str:
+        if self.words is None:
+            return _QUESTION
+        dice = random.Random(name)  # noqa: S311 - a prompt is no secret
+        return "".join(dice.choices(_WORDS, k=round(self.words * self._factors(name)[0]) or 1))
+
+    def _own_ids(self, name: str) -> list[int]:
+        return self._ids(name, round(((self.ids or 0) - self.shared) * self._factors(name)[0]) or 1)
+
+    def _factors(self, name: str) -> tuple[float, float]:
+        """Return by how much the lengths of a prompt and of its answer differ from their medians."""
+        if not self.spread:
+            return 1.0, 1.0
+        dice = random.Random(name)  # noqa: S311 - a length is no secret
+        prompt, answer = (min(_LONGEST, dice.lognormvariate(0.0, self.spread)) for _ in range(2))
+        return prompt, answer
 
     def _ids(self, name: str, length: int) -> list[int]:
         dice = random.Random(name)  # noqa: S311 - a prompt is no secret
@@ -215,7 +245,10 @@ async def _closed(part: _Part) -> list[Answer]:
 
     async def keep_asking() -> list[Answer]:
         # All clients of a process share the iterator of names: the next free client takes the next.
-        return [await _ask(client, part.workload, f"{part.name}/{number}") for number in names]
+        answers: list[Answer] = []
+        for number in names:
+            answers += await _converse(client, part.workload, f"{part.name}/{number}")
+        return answers
 
     await asyncio.sleep(part.begin - time.monotonic())
     answers = await asyncio.gather(*(keep_asking() for _ in range(part.clients)))
@@ -232,10 +265,10 @@ async def _open(part: _Part) -> list[Answer]:
         if due > part.begin + part.seconds:
             break
         await asyncio.sleep(due - time.monotonic())
-        asking.append(asyncio.create_task(_ask(client, part.workload, f"{part.name}/{number}", due)))
+        asking.append(asyncio.create_task(_converse(client, part.workload, f"{part.name}/{number}", due)))
     answers = [await task for task in asking]
     client.close()
-    return answers
+    return list(chain.from_iterable(answers))
 
 
 def _gaps(name: str, rate: float) -> Iterator[float]:
@@ -244,9 +277,24 @@ def _gaps(name: str, rate: float) -> Iterator[float]:
         yield dice.expovariate(rate)
 
 
-async def _ask(client: Client, workload: Workload, name: str, due: float | None = None) -> Answer:
-    """Send one request. In an open loop its time counts from when it was `due`, even if it began late."""
-    body = workload.body(name)
+async def _converse(client: Client, workload: Workload, name: str, due: float | None = None) -> list[Answer]:
+    """Send the requests of one conversation, of which most have one; what fails ends it.
+
+    In an open loop the first one's time counts from when it was `due`, even if it began late.
+    """
+    before: list[Turn] = []
+    for turn in range(workload.turns):
+        asked = f"{name}/{turn}" if turn else name
+        answer = await _ask(client, workload, workload.body(asked, before), due if not turn else None)
+        before.append((asked, answer))
+        if answer.error is None and workload.ids is not None and workload.turns > 1:
+            answer.need_ids()
+        if answer.error is not None:
+            break
+    return [answer for _, answer in before]
+
+
+async def _ask(client: Client, workload: Workload, body: bytes, due: float | None) -> Answer:
     answer = Answer(sent=time.monotonic() if due is None else due)
     try:
         rest = await client.post(workload.path, body, answer.take_event, timeout_s=workload.timeout_s)

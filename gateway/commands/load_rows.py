@@ -29,6 +29,8 @@ class _Delta(msgspec.Struct, frozen=True):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta = _Delta()
+    message: _Delta = _Delta()
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -58,6 +60,10 @@ class Answer:
     ended: float = 0.0
     prompt_tokens: int = 0
     tokens: int = 0
+    text: str = ""
+    """What was said, without reasoning and calls."""
+    ids: list[int] = field(default_factory=list)
+    """Of its tokens, if the server tells them."""
     error: str | None = None
     """The reason why the request counts as failed; None: it does not."""
 
@@ -69,6 +75,7 @@ class Answer:
         if chunk.error:
             self.error = str(chunk.error)
         for choice in chunk.choices:
+            self._say(choice)
             if choice.text or choice.delta.shows or choice.finish_reason:
                 self.pieces.append(now)
         if chunk.usage is not None:
@@ -84,10 +91,21 @@ class Answer:
         if body is not None:
             document = _decode(body)
             self.pieces.append(self.ended)
+            for choice in document.choices:
+                self._say(choice)
             if document.usage is not None:
                 self._count(document.usage)
         if self.error is None and not (self.pieces and self.tokens):
             self.error = "no text, or no token counts"
+
+    def need_ids(self) -> None:
+        """Make the answer fail if not all of its tokens' ids were told."""
+        if len(self.ids) != self.tokens:
+            self.error = f"{len(self.ids)} ids of {self.tokens} tokens, and the next turn needs them"
+
+    def _say(self, choice: _Choice) -> None:
+        self.text += choice.text or choice.delta.content or choice.message.content or ""
+        self.ids += choice.token_ids or ()
 
     def _count(self, usage: _Usage) -> None:
         self.prompt_tokens = usage.prompt_tokens

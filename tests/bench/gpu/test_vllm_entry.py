@@ -9,19 +9,25 @@ def row(clients: int) -> LoadRow:
     return summarise([answer], clients=clients, rate=0.0)
 
 
+def rows(*measured: LoadRow) -> dict[str, LoadRow]:
+    return {f"{each.clients} clients": each for each in measured}
+
+
 def test_a_comparison_of_the_same_work_counts() -> None:
-    assert not faults({SERVE: [row(1), row(8)], ENTRY: [row(1), row(8)]}, clients=2)
+    assert not faults({SERVE: rows(row(1), row(8)), ENTRY: rows(row(1), row(8))}, clients=2)
 
 
 def test_one_that_is_not_complete_does_not() -> None:
-    assert faults({SERVE: [row(1), row(8)], ENTRY: [row(1)]}, clients=2) == ["not everything was measured"]
+    assert faults({SERVE: rows(row(1), row(8)), ENTRY: rows(row(1))}, clients=2) == [
+        "not everything was measured"
+    ]
     assert faults({}, clients=1)
 
 
 def test_one_with_failures_or_other_tokens_does_not() -> None:
     failed = replace(row(1), failed=3, error="full")
-    assert faults({SERVE: [failed], ENTRY: [row(1)]}, clients=1) == ["3 requests failed: full"]
+    assert faults({SERVE: rows(failed), ENTRY: rows(row(1))}, clients=1) == ["3 requests failed: full"]
     other = replace(row(1), prompt_tokens=6.0)
-    assert faults({SERVE: [row(1)], ENTRY: [other]}, clients=1) == [
+    assert faults({SERVE: rows(row(1)), ENTRY: rows(other)}, clients=1) == [
         "1 clients: different tokens: 5 + 100, 6 + 100"
     ]

@@ -4,14 +4,16 @@ import json
 import statistics
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 
 import pytest
 import uvicorn
 
 from gateway.app import create_app
 from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
+from gateway.commands.load_rows import Answer
 from gateway.core.events import Event
-from gateway.core.request import Generation, PlainText, TokenIds
+from gateway.core.request import Conversation, Generation, PlainText, TokenIds
 from gateway.process.listeners import base_url, bind
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import settings
@@ -20,7 +22,7 @@ from tests.gateway.serving import settings
 @pytest.fixture
 def upstream() -> FakeUpstream:
     def script(request: Generation) -> AsyncGenerator[Event, None]:
-        return say(*"abc"[: request.max_tokens], finish="length")
+        return say(*("abc" * 90)[: request.max_tokens], finish="length")
 
     return FakeUpstream(script)
 
@@ -89,6 +91,39 @@ def test_lengths_may_be_as_mixed_as_those_of_real_traffic() -> None:
     words = Workload(url="", model="glm", words=100, chat=True, spread=1.0)
     said = [json.loads(words.body(str(number)))["messages"][0]["content"] for number in range(9)]
     assert len({len(text) for text in said}) > 5
+
+
+def test_later_turns_repeat_what_was_said(url: str, upstream: FakeUpstream) -> None:
+    words = Workload(url=url, model="glm", words=2, out=3, turns=3)
+    with LoadPool(1) as pool:
+        row = closed_loop(pool, replace(words, chat=True), "chat", clients=1, requests=1)
+        chats = [request.prompt for request in upstream.requests]
+        closed_loop(pool, words, "text", clients=1, requests=1)
+        with pytest.raises(RuntimeError, match="0 ids of 256 tokens"):
+            closed_loop(pool, Workload(url=url, model="glm", ids=5, turns=3), "ids", clients=1, requests=1)
+    assert (row.requests, row.failed, row.output_tokens) == (3, 0, 3)
+    last = chats[-1]
+    assert isinstance(last, Conversation)
+    assert [message.role for message in last.messages] == ["user", "assistant"] * 2 + ["user"]
+    assert last.messages[1].content == "abc"
+    assert all(
+        isinstance(chat, Conversation) and last.messages[: len(chat.messages)] == chat.messages
+        for chat in chats
+    )
+    texts = [
+        request.prompt.text for request in upstream.requests[3:6] if isinstance(request.prompt, PlainText)
+    ]
+    assert texts[1].startswith(texts[0] + "abc ")
+    assert texts[2].startswith(texts[1] + "abc ")
+
+
+def test_turns_of_ids_have_the_answers_ids() -> None:
+    workload = Workload(url="", model="glm", ids=5, shared=2, turns=2)
+    first = json.loads(workload.body("a"))
+    second = json.loads(workload.body("a/1", [("a", Answer(sent=0.0, ids=[7, 8], tokens=2))]))
+    assert first["return_token_ids"]
+    assert second["prompt"][:7] == [*first["prompt"], 7, 8]
+    assert len(second["prompt"]) == 5 + 2 + 3
 
 
 def test_prompts_may_be_words(url: str, upstream: FakeUpstream) -> None:

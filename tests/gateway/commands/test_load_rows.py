@@ -57,6 +57,20 @@ def test_an_answer_without_counts_has_failed() -> None:
     assert answer.error is not None
 
 
+def test_what_was_said_is_kept_for_the_next_turn() -> None:
+    streamed = Answer(sent=0.0)
+    for choice in (delta({"content": "a"}), text("b") | {"token_ids": [7]}, text("") | {"token_ids": [8]}):
+        streamed.take_event(1.0, event(choices=[choice], usage=USAGE))
+    assert (streamed.text, streamed.ids, streamed.tokens) == ("ab", [7, 8], 2)
+    streamed.need_ids()
+    assert streamed.error is None
+    whole = Answer(sent=0.0)
+    whole.finish(event(choices=[{"index": 0, "message": {"content": "a"}}], usage=USAGE))
+    assert whole.text == "a"
+    whole.need_ids()
+    assert whole.error == "0 ids of 2 tokens, and the next turn needs them"
+
+
 def test_a_whole_answer_is_one_piece() -> None:
     answer = Answer(sent=0.0)
     answer.finish(event(choices=[{"index": 0, "message": {"content": "a"}}], usage=USAGE))
