@@ -45,7 +45,15 @@ CHATGLM3 = Setup(
     pairs=32,
     batches=(1, 8, 32, 64, 128, 256, 512),
     contexts=(259, 512, 2048),
-    prompts=((1, 0, 259), (4, 0, 259), (16, 0, 259), (1, 0, 2051), (1, 1536, 512)),
+    prompts=(
+        (1, 0, 259),
+        (4, 0, 259),
+        (16, 0, 259),
+        (1, 0, 2051),
+        (1, 1536, 512),
+        (1, 5120, 1024),
+        (4, 3072, 256),
+    ),
     rotated=(1, 32, 256, 2048),
     decode_configs=(
         DecodeConfig(tile=128, warps=4, stages=2),
@@ -59,8 +67,14 @@ CHATGLM3 = Setup(
         PrefillConfig(rows=64, keys=64, warps=4, stages=3),
         PrefillConfig(rows=64, keys=64, warps=4, stages=2),
         PrefillConfig(rows=64, keys=128, warps=4, stages=3),
+        PrefillConfig(rows=128, keys=64, warps=4, stages=2),
+        PrefillConfig(rows=128, keys=64, warps=4, stages=3),
+        PrefillConfig(rows=128, keys=64, warps=8, stages=2),
         PrefillConfig(rows=128, keys=64, warps=8, stages=3),
+        PrefillConfig(rows=128, keys=64, warps=8, stages=4),
+        PrefillConfig(rows=128, keys=128, warps=8, stages=2),
         PrefillConfig(rows=128, keys=128, warps=8, stages=3),
+        PrefillConfig(rows=256, keys=64, warps=8, stages=3),
     ),
 )
 

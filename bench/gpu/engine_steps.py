@@ -4,7 +4,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.engine import random_model
 from gateway.commands.load_rows import percentile
@@ -20,6 +19,7 @@ from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
 from triton_models.engine.settings import EngineSettings
+from triton_models.engine.warm_up import AnyToken
 from triton_models.families import read_shape
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -50,30 +50,6 @@ class StepRow:
     decode_tok_s: float
     prefill_tok_s: float
     """Rate over all prompts, until each has its first token."""
-
-
-class _Everything:
-    """A token mask that allows every token, and takes next to no time: what remains is the engine's own."""
-
-    def fill(self, words: Tensor) -> None:
-        """Allow every token."""
-        words.fill_(-1)
-
-    def accept(self, token_id: int) -> None:
-        """Allow what follows any token."""
-
-    def forced(self) -> Sequence[int]:
-        """Force nothing."""
-        return ()
-
-    def takes(self, tokens: Sequence[int]) -> int:
-        """Take all tokens."""
-        return len(tokens)
-
-    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:  # noqa: ARG002 - any will do
-        """Allow every token after every guess."""
-        for words in rows:
-            words.fill_(-1)
 
 
 def measure_steps(
@@ -150,7 +126,7 @@ def _requests(
             prompt_ids=tuple(dice.choices(range(vocabulary), k=prompt)),
             sampling=replace(
                 SamplingParams(temperature=1.0, seed=number, max_tokens=steps),
-                mask=_Everything() if number < masked else None,
+                mask=AnyToken() if number < masked else None,
                 **SAMPLINGS[sampling],
             ),
         )

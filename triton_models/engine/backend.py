@@ -129,6 +129,7 @@ def _cpu_backend(dtype: torch.dtype) -> Backend:
 def cuda_backend(dtype: torch.dtype) -> Backend:
     """Return the backend for a GPU: our own kernels, captured steps, host and device working in parallel."""
     # These need the package triton, which not every build of torch installs, and nobody needs without a GPU.
+    from triton_models.engine.kernels.masks import forbid  # noqa: PLC0415
     from triton_models.engine.kernels.penalties import penalise  # noqa: PLC0415
     from triton_models.engine.kernels.sampling import choose  # noqa: PLC0415
     from triton_models.engine.kernels.tiles import tiled  # noqa: PLC0415
@@ -136,7 +137,7 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
 
     return Backend(
         operations=CudaOperations,
-        sample=lambda logits, inputs: sample(logits, inputs, choose, penalise),
+        sample=lambda logits, inputs: sample(logits, inputs, choose, penalise, forbid),
         graphs=True,
         overlap=True,
         drafts=DraftLimits(rows=256, wait_s=0.0007, wait_more_s=0.00002, step_s=0.0036, row_s=0.00003),

@@ -213,11 +213,23 @@ Penaliser = Callable[[PenalisedRows, Tensor], None]
 """Applies penalties to [S, vocab] float32 logits in place."""
 
 
+def forbid(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Take the tokens that masks do not allow away, in place; a `Forbidder`."""
+    bits = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
+    allowed = ((words[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+
+Forbidder = Callable[[Tensor, Tensor, Tensor], None]
+"""Takes [S, vocab] float32 logits, which it changes, and the rows and sets of `SamplerInputs.masks`."""
+
+
 def sample(
     logits: Tensor,
     inputs: SamplerInputs,
     choose: Chooser = choose,
     penalise: Penaliser = PenalisedRows.apply,
+    forbid: Forbidder = forbid,
 ) -> SamplerOutputs:
     """Choose a token per row.
 
@@ -226,6 +238,7 @@ def sample(
         inputs: the rows' rules.
         choose: the last stage, of which a device may have a faster implementation.
         penalise: the same of the penalties.
+        forbid: the same of the masks.
 
     Returns:
         What was chosen. If a row's logits are not finite, or no token is allowed, its token is meaningless.
@@ -237,7 +250,7 @@ def sample(
         logits = logits.float()
         # Removed tokens have logits of -inf on purpose; nothing else makes a finite logit infinite.
         finite = torch.isfinite(logits).all(dim=-1) if inputs.removes else None
-        _apply_constraints(logits, inputs, penalise)
+        _apply_constraints(logits, inputs, penalise, forbid)
         status = choose(logits, inputs)
         if finite is not None:
             status[1] = finite
@@ -250,7 +263,7 @@ def sample(
     return SamplerOutputs(status, torch.cat([sampled, top], dim=1), top_ids)
 
 
-def _apply_constraints(logits: Tensor, inputs: SamplerInputs, penalise: Penaliser) -> None:
+def _apply_constraints(logits: Tensor, inputs: SamplerInputs, penalise: Penaliser, forbid: Forbidder) -> None:
     """Apply penalties, add biases, and remove tokens that are banned or not allowed, in place."""
     if inputs.penalties is not None:
         penalise(inputs.penalties, logits)
@@ -260,7 +273,4 @@ def _apply_constraints(logits: Tensor, inputs: SamplerInputs, penalise: Penalise
     if inputs.banned is not None:
         logits[inputs.banned] = -torch.inf
     if inputs.masks is not None:
-        rows, words = inputs.masks
-        bits = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
-        allowed = ((words[..., None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
-        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        forbid(logits, *inputs.masks)

@@ -3,6 +3,9 @@
 import logging
 import math
 import time
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
@@ -16,6 +19,30 @@ _ROWS, _TIMED_TOKENS = 8, 6
 """Of the steps that are timed: rows, and how many there are."""
 _HOST_S = 0.00001
 """What a row costs before and after the step, which for another sequence's would be beside one."""
+
+
+class AnyToken:
+    """A token mask that allows every token, and takes next to no time: what remains is the engine's own."""
+
+    def fill(self, words: Tensor) -> None:
+        """Allow every token."""
+        words.fill_(-1)
+
+    def accept(self, token_id: int) -> None:
+        """Allow what follows any token."""
+
+    def forced(self) -> Sequence[int]:
+        """Force nothing."""
+        return ()
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        """Take all tokens."""
+        return len(tokens)
+
+    def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Allow every token after each of them, too."""
+        for row in rows[: len(tokens)]:
+            self.fill(row)
 
 
 def warm_up(engine: Engine) -> None:
@@ -43,6 +70,7 @@ def warm_up(engine: Engine) -> None:
             stop_token_ids=frozenset({1}),
             min_tokens=new_tokens,
             max_tokens=new_tokens,
+            mask=AnyToken(),
         ),
     ]
     together = engine.settings.max_running + engine.settings.max_waiting

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from tests.triton_models.engine.kernels.rows import Row, chosen, drawn, kept, plainly
 from triton_models.engine.kernels import sampling, truncation
-from triton_models.engine.kernels.truncation import GROUPS, group_peaks, kth_largest, order, search, value_of
+from triton_models.engine.kernels.truncation import (
+    GROUPS,
+    collect,
+    group_peaks,
+    kth_largest,
+    order,
+    search,
+    value_of,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARY = 600
@@ -81,6 +89,25 @@ def test_all_equal(limits: dict[str, float], device: torch.device) -> None:
     tokens = chosen(logits, rows)[0].tolist()
     assert tokens == expected(logits, rows)
     assert max(tokens) < len(kept(logits[0].tolist(), rows[0]))
+
+
+def test_least_of_the_likeliest_may_be_zero(device: torch.device) -> None:
+    logits = -random(8, torch.float32, device).abs()
+    logits[:, 7::50] = 0.0
+    logits[:, 9::50] = -0.0
+    rows = [Row(temperature=1.0, seed=seed, min_p=1.0) for seed in range(8)]
+    tokens = chosen(logits, rows)[0].tolist()
+    assert tokens == expected(logits, rows)
+    assert {token % 50 for token in tokens} <= {7, 9}
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 100}, {"top_p": 0.6}, {"top_k": 500, "top_p": 0.9}])
+def test_more_equal_tokens_than_are_collected(limits: dict[str, float], device: torch.device) -> None:
+    logits = random(8, torch.float32, device).clamp(max=0.5)
+    logits[:, ::2] = 0.5  # 300 of 600, and 256 are collected at most
+    logits[:, :9] = 1.0
+    rows = [Row(temperature=1.0, seed=seed, **limits) for seed in range(8)]
+    assert chosen(logits, rows)[0].tolist() == expected(logits, rows)
 
 
 def test_agrees_with_the_plain_sampler_beside_rows_without_limits(device: torch.device) -> None:
@@ -162,12 +189,45 @@ def _orders(values, keys, back, COUNT: tl.constexpr, UNUSED_BITS: tl.constexpr):
 
 @triton.jit
 def _search(
-    logits, peak, limit, keys, found, WEIGHED: tl.constexpr, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    peak,
+    limit,
+    keys,
+    found,
+    WEIGHED: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    key, above = search(
+    """Search in so many passes first, then to the end."""
+    low, high, above = tl.load(keys), tl.load(keys + 1), tl.full((), 0.0, tl.float64)
+    none = above
+    if ROUNDS > 0:
+        low, high, above = search(
+            logits,
+            VOCABULARY,
+            low,
+            high,
+            none,
+            none,
+            tl.load(limit),
+            tl.load(peak),
+            1.0,
+            VOCABULARY,
+            BLOCK,
+            0,
+            WEIGHED=WEIGHED,
+            ROUNDS=ROUNDS,
+        )
+    tl.store(found + 2, value_of(low, 0))
+    tl.store(found + 3, value_of(high, 0))
+    key, _, above = search(
         logits,
-        tl.load(keys),
-        tl.load(keys + 1),
+        VOCABULARY,
+        low,
+        high,
+        above,
+        none,
         tl.load(limit),
         tl.load(peak),
         1.0,
@@ -175,9 +235,16 @@ def _search(
         BLOCK,
         0,
         WEIGHED=WEIGHED,
+        ROUNDS=0,
     )
     tl.store(found, value_of(key, 0))
     tl.store(found + 1, above.to(tl.float32))
+
+
+@triton.jit
+def _collect(logits, bounds, few, few_ids, number, VOCABULARY: tl.constexpr, BLOCK: tl.constexpr):
+    low, high = tl.load(bounds), tl.load(bounds + 1)
+    tl.store(number, collect(logits, low, high, few, few_ids, VOCABULARY, BLOCK))
 
 
 @triton.jit
@@ -207,13 +274,15 @@ def test_keys_are_in_the_numbers_order_and_lead_back(dtype: torch.dtype, device:
     assert torch.equal(back, values.float())
 
 
-def found(logits: Tensor, limit: float, *, weighed: bool) -> tuple[float, float]:
-    result = torch.empty(2, device=logits.device)
+def found(logits: Tensor, limit: float, *, weighed: bool, rounds: int = 0) -> list[float]:
+    """Return the threshold, what is above it, and the ends of the range after `rounds` passes."""
+    result = torch.empty(4, device=logits.device)
     peak = logits.max().reshape(1)
     keys, _ = keys_of(torch.cat([logits.min().reshape(1), peak]))
     limits = torch.tensor([limit], dtype=torch.float64, device=logits.device)
-    _search[1,](logits, peak, limits, keys, result, WEIGHED=weighed, VOCABULARY=VOCABULARY, BLOCK=BLOCK)
-    return result[0].item(), result[1].item()
+    shape = {"ROUNDS": rounds, "VOCABULARY": VOCABULARY, "BLOCK": BLOCK}
+    _search[1,](logits, peak, limits, keys, result, WEIGHED=weighed, **shape)
+    return result.tolist()
 
 
 def random_logits(device: torch.device) -> Tensor:
@@ -224,20 +293,25 @@ def random_logits(device: torch.device) -> Tensor:
 def test_search_by_count_finds_the_kth_largest(k: int, device: torch.device) -> None:
     logits = random_logits(device)
     kth = logits.sort(descending=True).values[k - 1].item()
-    assert found(logits, k, weighed=False) == (kth, k - 1)
+    assert found(logits, k, weighed=False)[:2] == [kth, k - 1]
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 3])
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.999])
-def test_search_by_weight_finds_where_the_share_is_reached(share: float, device: torch.device) -> None:
+def test_search_by_weight_finds_where_the_share_is_reached(
+    share: float, rounds: int, device: torch.device
+) -> None:
     logits = random_logits(device)
     ordered = logits.sort(descending=True).values
     weights = (ordered.double() - ordered[0].double()).exp()
     limit = share * weights.sum()
     last = int((weights.cumsum(0) - weights < limit).sum()) - 1
 
-    threshold, above = found(logits, float(limit), weighed=True)
+    threshold, above, low, high = found(logits, float(limit), weighed=True, rounds=rounds)
 
     assert threshold == ordered[last].item()
+    assert low <= threshold <= high
+    assert high - low <= (ordered[0] - ordered[-1]).item() / 4**rounds * 1.001
     assert above == pytest.approx(weights[:last].sum().item(), rel=1e-6)
 
 
@@ -251,3 +325,23 @@ def test_kth_largest_group_peak_is_no_larger_than_the_kth_largest(k: int, device
     assert peak <= ordered[k - 1]
     # And close by: it is what cuts most passes off.
     assert peak > ordered[min(VOCABULARY - 1, 5 * k + 20)]
+
+
+@pytest.mark.parametrize(("low", "high"), [(3.0, 100.0), (-0.5, 0.25), (-torch.inf, 100.0), (50.0, 60.0)])
+def test_tokens_are_collected_or_counted(low: float, high: float, device: torch.device) -> None:
+    logits = random_logits(device)
+    logits[5] = math.nan
+    few = torch.empty(BLOCK, device=device)
+    few_ids = torch.full((BLOCK,), -1, dtype=torch.int32, device=device)
+    number = torch.empty(1, dtype=torch.int32, device=device)
+    bounds = torch.tensor([low, high], device=device)
+
+    _collect[1,](logits, bounds, few, few_ids, number, VOCABULARY=VOCABULARY, BLOCK=BLOCK)
+
+    usable = logits.nan_to_num(-torch.inf)
+    wanted = ((usable >= low) & (usable <= high)).nonzero().flatten().tolist()
+    assert number.item() == len(wanted)
+    if len(wanted) <= BLOCK:
+        ids = few_ids[: len(wanted)]
+        assert sorted(ids.tolist()) == wanted
+        assert few.tolist() == logits[ids].tolist() + [-torch.inf] * (BLOCK - len(wanted))
