@@ -8,6 +8,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from triton_models.engine.backend import Backend, StepOperations
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
-from triton_models.engine.sampler import plain_inputs
+from triton_models.engine.sampler import MASK_BITS, PlainRules, plain_inputs
 from triton_models.engine.slots import SlotTable
 
 log = logging.getLogger(__name__)
@@ -96,9 +97,16 @@ class DeviceStep:
         )
         return self.logits(self.forward(self.slots.tokens[slots], layout))
 
-    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
-        """Sample for plain decodes, record the tokens in their slots, and return the status [3, D]."""
-        status = self._sample(logits, plain_inputs(self.slots, slots)).status
+    def finish(self, slots: Tensor, logits: Tensor, rules: PlainRules, words: Tensor) -> Tensor:
+        """Sample for plain decodes, record the tokens in their slots, and return the status [3, D].
+
+        `words`: their masks, [D, ceil(vocabulary / 32)] int32, if `rules` has any.
+        """
+        inputs = plain_inputs(self.slots, slots)
+        inputs.truncated = rules is not PlainRules.NOTHING_MORE
+        if rules is PlainRules.TRUNCATION_AND_MASKS:
+            inputs.masks = torch.arange(len(slots), device=slots.device), words
+        status = self._sample(logits, inputs).status
         self.slots.advance(slots, slots, status[0])
         return status
 
@@ -195,16 +203,19 @@ class PromptsSize(NamedTuple):
 class CapturedSteps:
     """Steps with decodes only, in two graphs (forward pass and sampling); and the forward pass with prompts.
 
-    The graph that samples is only used if every request is plain (`SamplingParams.plain`). Steps with prompts
+    A graph that samples is only used if every request is plain (`SamplingParams.plain`). Steps with prompts
     are captured up to the hidden states, from which the logits of a few rows are computed.
 
     Args:
         step: does the work.
+        vocabulary: number of tokens.
         largest: rows of the largest step with prompts.
         most_tiles: as in `StepOperations`.
     """
 
-    def __init__(self, step: DeviceStep, *, largest: int, most_tiles: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, step: DeviceStep, *, vocabulary: int, largest: int, most_tiles: Callable[[int, int], int]
+    ) -> None:
         tables, spare = step.slots.tables, step.slots.spare
         device = tables.device
 
@@ -216,9 +227,16 @@ class CapturedSteps:
         self._tiles_in = tiles_in
         self._decode_slots = decode_slots
         self._decode = decode
-        self._finish = SizedGraphs(
-            decode_sizes(spare), lambda size: step.finish(decode_slots[:size], decode.results(size)), dim=1
-        )
+
+        words = torch.full((spare, -(-vocabulary // MASK_BITS)), -1, dtype=torch.int32, device=device)
+
+        def finish(rules: PlainRules, size: int) -> Tensor:
+            return step.finish(decode_slots[:size], decode.results(size), rules, words[:size])
+
+        self._words = words
+        self._finish = {
+            rules: SizedGraphs(decode_sizes(spare), partial(finish, rules), dim=1) for rules in PlainRules
+        }
 
         sizes = prompt_sizes(largest)
         most = sizes[-1]
@@ -235,7 +253,7 @@ class CapturedSteps:
 
     def run_largest(self) -> int:
         """Run the largest step of each kind once; return how many graphs there will be."""
-        return sum(graphs.run_largest() for graphs in (self._prompts, self._decode, self._finish))
+        return sum(graphs.run_largest() for graphs in self._all())
 
     def capture(self) -> None:
         """Compile and capture everything."""
@@ -243,9 +261,12 @@ class CapturedSteps:
         # The graphs are replayed one after the other, and share a stream because memory is reused within one
         # only. Not torch's own for captures: that is of the device of this process's first capture.
         memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        for graphs in (self._prompts, self._decode, self._finish):
+        for graphs in self._all():
             graphs.capture(memory, stream)
         log.info("captured the steps in %.1f s", time.monotonic() - started)
+
+    def _all(self) -> list[SizedGraphs]:
+        return [self._prompts, self._decode, *self._finish.values()]
 
     def padding(self, decodes: int) -> int:
         """Return how many rows of the spare slot pad a step of `decodes` decodes."""
@@ -263,9 +284,16 @@ class CapturedSteps:
         self._decode_slots[: len(slots)].copy_(slots)
         return self._decode.replay(len(slots))
 
-    def finish(self, size: int) -> Tensor:
-        """Sample for the slots of the last `decode`; return their status, which the next call overwrites."""
-        return self._finish.replay(size)
+    def finish(self, size: int, rules: PlainRules, masks: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Sample for the slots of the last `decode`; return their status, which the next call overwrites.
+
+        `masks`: as in `SamplerInputs`; None: there are none.
+        """
+        if masks is not None:
+            rows, words = masks
+            self._words[:size].fill_(-1)
+            self._words[rows] = words
+        return self._finish[rules].replay(size)
 
     def prompts(self, rows: Tensor, tiles: Tensor) -> Tensor:
         """Return the hidden states, [T, width], of a step with prompts, padded to a captured size T.

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ _MASK = "a token mask"
 
 
 def fill_masks(
-    sampling: list[Sequence], followed: Mapping[int, tuple[int, int]], vocabulary: int
+    sampling: list[Sequence], followed: Mapping[int, tuple[int, int]], vocabulary: int, *, pin: bool = False
 ) -> tuple[Tensor | None, dict[str, Fault]]:
     """Let the mask of each sequence write its allowed tokens; masks of a kind that can, all at once.
 
@@ -30,6 +29,7 @@ def fill_masks(
         sampling: as in `Step`.
         followed: as in `Step`; a mask that fails in such a row allows nothing there, which is no fault yet.
         vocabulary: number of tokens.
+        pin: whether the words are to be in pinned memory.
 
     Returns:
         The words of the M rows with masks, [M, ceil(vocabulary / 32)] int32, and the faults by request.
@@ -38,24 +38,25 @@ def fill_masks(
     masked = [row for row, each in enumerate(sampling) if each.masked]
     if not masked:
         return None, {}
-    # NumPy's, since torch clears this in several threads and waits for them, for tens of milliseconds on a
-    # busy machine.
-    words = torch.from_numpy(np.zeros((len(masked), -(-vocabulary // MASK_BITS)), dtype=np.int32))
-    kinds: dict[type, list[tuple[Sequence, Tensor]]] = defaultdict(list)
+    words = torch.empty((len(masked), -(-vocabulary // MASK_BITS)), dtype=torch.int32, pin_memory=pin)
+    # NumPy clears this, since torch does so in several threads and waits for them, for tens of milliseconds
+    # on a busy machine.
+    words.numpy().fill(0)
+    kinds: dict[type, list[tuple[Sequence, int]]] = defaultdict(list)
     ahead: dict[Sequence, list[tuple[int, Tensor]]] = defaultdict(list)
-    for row, target in zip(masked, words, strict=True):
+    for place, row in enumerate(masked):
         sequence = sampling[row]
         if sequence.state is SequenceState.FINISHED:
             continue
         if row in followed:
-            ahead[sequence].append((followed[row][1], target))
+            ahead[sequence].append((followed[row][1], words[place]))
         else:
-            kinds[type(sequence.request.sampling.mask)].append((sequence, target))
+            kinds[type(sequence.request.sampling.mask)].append((sequence, place))
     faults: dict[str, Fault] = {}
     for entries in kinds.values():
-        if len(entries) == 1 or not _fill_together(entries, faults):
-            for sequence, target in entries:
-                if (fault := _call(sequence, methodcaller("fill", target))) is not None:
+        if len(entries) == 1 or not _fill_together(entries, words, faults):
+            for sequence, place in entries:
+                if (fault := _call(sequence, methodcaller("fill", words[place]))) is not None:
                     faults[sequence.request.request_id] = fault
     for sequence, places in ahead.items():
         _fill_ahead(sequence, *zip(*places, strict=True))
@@ -69,19 +70,19 @@ def _fill_ahead(sequence: Sequence, guesses: tuple[int, ...], rows: tuple[Tensor
             row.zero_()
 
 
-def _fill_together(entries: list[tuple[Sequence, Tensor]], faults: dict[str, Fault]) -> bool:
+def _fill_together(entries: list[tuple[Sequence, int]], words: Tensor, faults: dict[str, Fault]) -> bool:
     """Fill masks of one kind in one call, and note their faults; False if it cannot be done or told whose."""
     masks = [sequence.request.sampling.mask for sequence, _ in entries]
     if not isinstance(masks[0], BatchedMask):
         return False
     try:
         with panics_are_errors(_MASK):
-            errors = masks[0].fill_all(masks, [row for _, row in entries])
+            errors = masks[0].fill_all(masks, words, [place for _, place in entries])
     except Exception:
         # One by one, the culprit shows, and fails alone.
         log.exception("%d token masks failed together", len(entries))
-        for _, row in entries:
-            row.zero_()
+        for _, place in entries:
+            words[place].zero_()
         return False
     for (sequence, _), error in zip(entries, errors, strict=True):
         if error is not None:

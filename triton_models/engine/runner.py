@@ -14,7 +14,7 @@ from triton_models.engine.graphs import LARGEST_PROMPTS, CapturedSteps, DeviceSt
 from triton_models.engine.logits import compute_logits, with_logits
 from triton_models.engine.masks import fill_masks
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
-from triton_models.engine.sampler import SamplerOutputs, sampler_inputs, stage_sampling
+from triton_models.engine.sampler import SamplerOutputs, plain_rules, sampler_inputs, stage_sampling
 from triton_models.engine.scoring import prompt_chunks, score, stage_scores, with_scores
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import (
@@ -93,7 +93,9 @@ class Runner:
         self._largest = min(settings.largest_step, LARGEST_PROMPTS)
         if backend.graphs:
             most_tiles = self._operations.most_tiles
-            self._captured = CapturedSteps(self._step, largest=self._largest, most_tiles=most_tiles)
+            self._captured = CapturedSteps(
+                self._step, vocabulary=model.vocab_size, largest=self._largest, most_tiles=most_tiles
+            )
 
     @_on_device
     def run_largest(self) -> int:
@@ -177,9 +179,7 @@ class Runner:
         else:
             slots = staged.decode_slots
             step.logits = captured.decode(slots) if captured else self._step.decode(slots, longest)
-            step.captured = captured is not None and all(
-                each.request.sampling.plain for each in step.sampling
-            )
+            step.captured = plain_rules(step.sampling) if captured else None
         step.staged = staged
 
     @_on_device
@@ -189,12 +189,15 @@ class Runner:
         if staged is None or logits is None:
             raise RuntimeError("only a step that was begun can be sampled, and once")
         device = self._model.device
-        words, step.mask_faults = fill_masks(sampling, step.followed, self._model.vocab_size)
+        words, step.mask_faults = fill_masks(
+            sampling, step.followed, self._model.vocab_size, pin=device.type == "cuda"
+        )
+        masks = None if words is None else (staged.masked_rows, upload(words, device))
         outputs = None
         if step.captured and self._captured is not None:
-            outputs = SamplerOutputs(self._captured.finish(len(staged.decode_slots)), None, None)
+            status = self._captured.finish(len(staged.decode_slots), step.captured, masks)
+            outputs = SamplerOutputs(status, None, None)
         elif sampling:
-            masks = None if words is None else upload(words, device)
             rules = sampler_inputs(staged, self._slots, self._penalties, masks, sampling)
             outputs = self._backend.sample(logits[: len(sampling)], rules)
             tokens = outputs.status[0]

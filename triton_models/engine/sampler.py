@@ -11,6 +11,7 @@ features a step uses. The last stage is a `Chooser`: kernels on a GPU, NumPy and
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
@@ -30,6 +31,28 @@ from triton_models.engine.slots import (
 )
 
 MASK_BITS = 32
+
+
+class PlainRules(Enum):
+    """What is heeded of plain requests (`SamplingParams.plain`), beside temperatures and seeds."""
+
+    NOTHING_MORE = "nothing more"
+    TRUNCATION = "truncation"
+    TRUNCATION_AND_MASKS = "truncation and masks"
+
+
+def plain_rules(sampling: list[Sequence]) -> PlainRules | None:
+    """Return what must be heeded of the rows of a step; None if one of them is not plain."""
+    rules = PlainRules.NOTHING_MORE
+    for sequence in sampling:
+        params = sequence.request.sampling
+        if not params.plain:
+            return None
+        if sequence.masked:
+            rules = PlainRules.TRUNCATION_AND_MASKS
+        elif params.truncated and not params.greedy and rules is PlainRules.NOTHING_MORE:
+            rules = PlainRules.TRUNCATION
+    return rules
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +125,8 @@ def stage_sampling(
     logprobs: list[int] = []
     for row, sequence in enumerate(sampling):
         params = sequence.request.sampling
+        if sequence.masked:
+            masked.append(row)
         if params.plain:
             continue
         ahead, _ = followed.get(row, (0, 0))
@@ -115,8 +140,6 @@ def stage_sampling(
         if sequence.length + ahead - len(sequence.request.prompt_ids) < params.min_tokens:
             banned_rows += [row] * len(params.stop_token_ids)
             banned_ids += params.stop_token_ids
-        if params.mask is not None:
-            masked.append(row)
         if params.logprobs is not None:
             logprobs.append(row)
     staging.integers("sampling_slots", [slot_of(sequence) for sequence in sampling])
@@ -136,10 +159,10 @@ def sampler_inputs(
     staged: Staged,
     slots: SlotTable,
     penalties: PenaltyTable,
-    mask_words: Tensor | None,
+    masks: tuple[Tensor, Tensor] | None,
     sampling: list[Sequence],
 ) -> SamplerInputs:
-    """Build a step's sampler inputs from what was uploaded and what the slots hold."""
+    """Build a step's sampler inputs from what was uploaded and what the slots hold; `masks`: as there."""
     rows, penalised, logprobs = staged.sampling_slots, staged.penalised_rows, staged.logprob_rows
     params = [each.request.sampling for each in sampling]
     inputs = plain_inputs(slots, rows)
@@ -156,8 +179,7 @@ def sampler_inputs(
         inputs.bias = *staged.biased.view(2, -1), staged.bias_values
     if staged.banned.numel():
         inputs.banned = tuple(staged.banned.view(2, -1))
-    if mask_words is not None:
-        inputs.masks = staged.masked_rows, mask_words
+    inputs.masks = masks
     if logprobs.numel():
         inputs.logprob_rows = logprobs
         inputs.top_logprobs = max(each.logprobs or 0 for each in params)

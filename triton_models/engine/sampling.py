@@ -54,13 +54,20 @@ class TokenMask(Protocol):
 
 @runtime_checkable
 class BatchedMask(TokenMask, Protocol):
-    """A token mask of a kind that fills many at once: in parallel, and without holding Python's lock."""
+    """A token mask of a kind that fills many in one call.
+
+    Python's lock is released once then, not for each mask: other threads take it whenever it is free, and
+    give it back late.
+    """
 
     @classmethod
-    def fill_all(cls, masks: Sequence[Any], rows: Sequence[Tensor]) -> Sequence[TokenMaskError | None]:
-        """Do the work of `fill` for each of `masks`, all of this kind; return the error of each.
+    def fill_all(
+        cls, masks: Sequence[Any], words: Tensor, rows: Sequence[int]
+    ) -> Sequence[TokenMaskError | None]:
+        """Do what `fill` does for each of `masks`, all of this kind, and its row of `words`, [M, W] int32.
 
-        Any exception means that it is unknown which mask failed: `fill` is then called for each.
+        Returns the error of each. Any exception means that it is unknown which mask failed: `fill` is then
+        called for each.
         """
         ...
 
@@ -107,7 +114,7 @@ class SamplingParams:
     penalised: bool = field(init=False, repr=False, compare=False)
     """True if earlier tokens change logits."""
     plain: bool = field(init=False, repr=False, compare=False)
-    """True if nothing but a temperature and a seed is set."""
+    """True if nothing but a temperature, a seed, a truncation and a mask is set."""
 
     def __post_init__(self) -> None:
         """Check what a request may ask for in vain, and derive the rest."""
@@ -120,6 +127,5 @@ class SamplingParams:
         object.__setattr__(self, "greedy", self.temperature < GREEDY_BELOW)
         object.__setattr__(self, "truncated", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         object.__setattr__(self, "penalised", any(penalties))
-        asks_more = self.truncated or self.penalised or self.logit_bias or self.min_tokens
-        reports = self.mask is not None or self.logprobs is not None
-        object.__setattr__(self, "plain", not (asks_more or reports))
+        asks_more = self.penalised or self.logit_bias or self.min_tokens
+        object.__setattr__(self, "plain", not asks_more and self.logprobs is None)

@@ -22,6 +22,10 @@ _REGAINED_IN = 32
 _FEW_ROWS = 32
 """Rows that may sample in one step although `max_running`, for which memory was measured, is less."""
 
+_LOOKED_AT = 16
+"""Looking for the guesses of so many sequences takes little of a step's time. Where guesses are not worth it,
+every time that as many decode lets the next look wait for one step."""
+
 LOGITS_ROWS = 64
 """Tokens of a step, of all prompts together, whose logits are reported. For a vocabulary of 250,000 ids they
 take 64 MB."""
@@ -159,6 +163,8 @@ class Scheduler:
         self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager)
         self._draft_tokens = settings.draft_tokens
+        self._not_looking = 0
+        """Number of steps for which nobody looks for guesses."""
         self.drafts = drafts or DraftLimits()
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
@@ -305,6 +311,9 @@ class Scheduler:
         """Return what guesses each of these may have in the next step; None where they are not worth it."""
         if not self._draft_tokens or not decoding:
             return None
+        if self._not_looking:
+            self._not_looking -= 1
+            return None
         rows = min(self.drafts.rows, self._max_batched_tokens, max(self._max_running, _FEW_ROWS))
         most = min(self._draft_tokens, rows // len(decoding) - 1)
         if most < 1:
@@ -315,7 +324,10 @@ class Scheduler:
             some, made = each.drafter.expects(each.tokens, allowance, flying=each.in_flight > 0)
             right += some
             guesses += made
-        return allowance if self.drafts.worthwhile(right, guesses, len(decoding)) else None
+        if self.drafts.worthwhile(right, guesses, len(decoding)):
+            return allowance
+        self._not_looking = len(decoding) // _LOOKED_AT
+        return None
 
     def _guess(self, sequence: Sequence, allowance: Allowance, step: Step) -> tuple[int, ...]:
         """Guess a decoding sequence's next tokens; takes the blocks for them.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from triton_models.engine.sampler import SamplerOutputs
+from triton_models.engine.sampler import PlainRules, SamplerOutputs
 from triton_models.engine.sequence import (
     Chunk,
     Fault,
@@ -61,8 +61,8 @@ class Step:
     staged: Staged | None = None
     logits: Tensor | None = None
     """[S, vocabulary] of the rows that sample, and of padding rows behind them."""
-    captured: bool = False
-    """Whether a graph samples, too."""
+    captured: PlainRules | None = None
+    """What is heeded by the graph that samples, too; None: there is none."""
 
     # Once it is sampled:
     outputs: SamplerOutputs | None = None

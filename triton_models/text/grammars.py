@@ -150,6 +150,8 @@ class GrammarMask:
         self.matcher = grammar.matcher.deep_copy()
         self._scout: llguidance.LLMatcher | None = None
         """Made when it is first needed."""
+        self._untold: list[int] = []
+        """Tokens that the scout has yet to be told."""
 
     def fill(self, words: Words) -> None:
         """Write to `words` a set bit for each token that may come next, and clear the others.
@@ -171,23 +173,25 @@ class GrammarMask:
             return words
 
     @classmethod
-    def fill_all(cls, masks: Sequence["GrammarMask"], rows: Sequence[Words]) -> list[TokenMaskError | None]:
-        """Fill the words of all masks in one call; return the error of each, or None."""
-        allowed = np.stack([mask.grammar.allowed for mask in masks])
-        words = np.zeros_like(allowed)
-        if (executor := _executor()) is not None:
+    def fill_all(
+        cls, masks: Sequence["GrammarMask"], words: Words, rows: Sequence[int]
+    ) -> list[TokenMaskError | None]:
+        """Fill the rows of all masks in one call; return the error of each, or None."""
+        alike = len({id(mask.grammar.allowed) for mask in masks}) == 1
+        allowed = masks[0].grammar.allowed if alike else np.stack([mask.grammar.allowed for mask in masks])
+        found = np.empty((len(masks), allowed.shape[-1]), dtype=np.int32)
+        if (thread := _thread()) is not None:
             matchers = [(mask.matcher, place) for place, mask in enumerate(masks)]
-            executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], len(words))
+            thread.unsafe_compute_mask_ptr(matchers, found.ctypes.data, found.strides[0], len(found))
         else:
-            for mask, row in zip(masks, words, strict=True):
+            for mask, row in zip(masks, found, strict=True):
                 mask.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        words &= allowed
-        errors: list[TokenMaskError | None] = []
-        for mask, target, found, some in zip(masks, rows, words, words.any(axis=1).tolist(), strict=True):
-            target.numpy()[: len(found)] = found
-            failed = mask.matcher.is_error() or not some
-            errors.append(mask.error(_NO_MASK) if failed else None)
-        return errors
+        found &= allowed
+        words.numpy()[rows, : allowed.shape[-1]] = found
+        return [
+            mask.error(_NO_MASK) if mask.matcher.is_error() or not some else None
+            for mask, some in zip(masks, found.any(axis=1).tolist(), strict=True)
+        ]
 
     def accept(self, token_id: int) -> None:
         """Continue after `token_id`.
@@ -195,18 +199,21 @@ class GrammarMask:
         Raises:
             TokenMaskError: the grammar does not allow the token.
         """
+        self.grammar.tokens += 1
+        if self._scout is not None:
+            self._untold.append(token_id)
         with self.grammar.noting_failure():
-            self.grammar.tokens += 1
             if not self.matcher.consume_token(token_id):
                 raise self.error("the answer has left its grammar")
-            if self._scout is not None:
-                self._scout.consume_token(token_id)
 
     @property
     def scout(self) -> llguidance.LLMatcher:
         """The parser that looks ahead."""
         if self._scout is None:
             self._scout = self.matcher.deep_copy()
+        elif self._untold:
+            self._scout.consume_tokens(self._untold)
+            self._untold.clear()
         return self._scout
 
     def forced(self) -> Sequence[int]:
@@ -229,8 +236,9 @@ class GrammarMask:
 
     def fill_ahead(self, tokens: Sequence[int], rows: Sequence[Words]) -> None:
         """Do what `fill` does for each of `rows`, each after one more of `tokens`; leave those that fail."""
-        scout, told = self.scout, 0
+        told = 0
         with self.grammar.noting_failure():
+            scout = self.scout
             for token_id, row in zip(tokens, rows, strict=True):
                 # A wrong guess makes states of the lexer, too.
                 self.grammar.tokens += 1
@@ -251,12 +259,16 @@ class GrammarMask:
 
 
 @cache
-def _executor() -> llguidance.LLExecutor | None:
-    """Return the threads that fill masks: 80 % of the CPUs, llguidance's choice; None if that is one thread.
+def _thread() -> llguidance.LLExecutor | None:
+    """Return the thread that fills many masks in one call; None on few CPUs.
 
-    The caller's own thread is as fast as one other, and need not wait until that has a CPU.
+    So the interpreter lock is released once. The caller's own thread is as fast, and need not wait until the
+    other has a CPU; but it releases the lock for each mask, and other threads give it back late.
+
+    More threads would be slower. All masks of a grammar share one lexer and its lock, so they would wait for
+    each other: the masks of 64 answers took 3.8 ms on 12 threads, and 0.75 ms on one.
     """
-    return llguidance.LLExecutor() if (os.cpu_count() or 1) > _TOO_FEW_CPUS else None
+    return llguidance.LLExecutor(num_threads=1) if (os.cpu_count() or 1) > _TOO_FEW_CPUS else None
 
 
 class Grammars:
@@ -277,6 +289,7 @@ class Grammars:
         self._allowed[: tokenizer.size] = 1
         self._allowed[self._pieces.special_token_ids] = 0
         self._allowed[list(chat_format.stop_ids)] = 1
+        self._words = _packed(self._allowed)
         visible = [(len(each), at) for at, each in enumerate(self._pieces.texts) if each.strip()]
         self._smallest_first = np.array([at for _, at in sorted(visible)], dtype=np.int64)
         self._lock = threading.Lock()
@@ -341,7 +354,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar, *, continues: bool, metadata: str | None = None) -> CompiledGrammar:
         prefix = " " if self._pieces.hides_space and not continues else ""
-        allowed = self._allowed
+        words = self._words
         if grammar.kind == "tool_calls":
             syntax, segment_id = self._format.call_syntax, next(iter(self._format.segment_roles), None)
             if continues or syntax is None or segment_id is None:
@@ -349,14 +362,14 @@ class Grammars:
             document = call_document(
                 grammar.text, prefix=prefix, metadata=metadata, syntax=syntax, segment_id=segment_id
             )
-            allowed = allowed.copy()
+            allowed = self._allowed.copy()
             allowed[segment_id] = 1
+            words = _packed(allowed)
         else:
             document = text_document(grammar, prefix=prefix)
         matcher = llguidance.LLMatcher(self._tokenizer, document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(about_grammar(matcher.get_error(), document))
-        words = np.packbits(allowed, bitorder="little").view(np.int32)
         compiled = CompiledGrammar(matcher, words, partial(ids_within, self._text_tokenizer))
         # This compiles now what llguidance compiles on first use, and checks that an answer can begin.
         for opening in document.openings:
@@ -379,6 +392,11 @@ class Grammars:
             if not allowed.any():
                 return
             mask.accept(int(self._smallest_first[allowed.argmax()]))
+
+
+def _packed(allowed: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """Return an array of 0 and 1 as bits."""
+    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 class _Pieces(llguidance.TokenizerWrapper):

@@ -1,10 +1,23 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from bench.engine import random_model
+from tests.triton_models.engine.fake_model import ids, request, run
 from tests.triton_models.engine.uncaptured import do_again
+from tests.triton_models.engine.wild_mix import EvenTokens
+from triton_models.engine.backend import PLAIN
+from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep, decode_sizes, prompt_sizes
 from triton_models.engine.models import StepLayout
+from triton_models.engine.models.decoder import DecoderConfig
+from triton_models.engine.models.positions import Rope
+from triton_models.engine.sampler import PlainRules
+from triton_models.engine.sampling import SamplingParams
+from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import SlotTable
 
 
@@ -48,7 +61,7 @@ class Seen(DeviceStep):
     def decode(self, slots: Tensor, longest: int) -> Tensor:
         return torch.zeros(len(slots), 1)
 
-    def finish(self, slots: Tensor, logits: Tensor) -> Tensor:
+    def finish(self, slots: Tensor, logits: Tensor, rules: PlainRules, words: Tensor) -> Tensor:
         return torch.zeros(3, len(slots))
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
@@ -71,7 +84,7 @@ def inputs(*, decodes: int, chunk: int, size: int) -> tuple[Tensor, Tensor]:
 def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     do_again(monkeypatch)
     step = Seen()
-    captured = CapturedSteps(step, largest=96, most_tiles=sum_of)
+    captured = CapturedSteps(step, vocabulary=64, largest=96, most_tiles=sum_of)
     captured.capture()
     step.steps.clear()
     captured.prompts(*inputs(decodes=5, chunk=80, size=96))
@@ -85,3 +98,69 @@ def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.M
     assert layout.positions.tolist() == [5] * 2 + [3] * 20 + [-1] * 10
     assert layout.tiles is not None
     assert layout.tiles.sum(1).tolist() == [12] * 20 + [0] * (len(layout.tiles) - 20)
+
+
+SHAPE = DecoderConfig(
+    layers=1,
+    hidden=32,
+    feed_forward=64,
+    query_heads=2,
+    kv_heads=1,
+    head_dim=16,
+    vocabulary=96,
+    positions=64,
+    epsilon=1e-5,
+    rope=Rope(share=0.5, base=10_000.0),
+    qkv_bias=True,
+)
+MODEL = random_model(SHAPE, dtype=torch.float32, device=torch.device("cpu"))
+SETTINGS = EngineSettings(max_running=4, max_context=64, max_batched_tokens=16, draft_tokens=0)
+TRUNCATED = {"top_p": 0.6}
+MASKED = {"mask": EvenTokens()}
+
+
+@pytest.mark.parametrize(
+    ("rules", "kinds"),
+    [
+        (PlainRules.NOTHING_MORE, [{}, {}, {"temperature": 0.0, "top_k": 3}]),
+        (PlainRules.TRUNCATION, [{}, TRUNCATED, {"temperature": 0.0}]),
+        (PlainRules.TRUNCATION_AND_MASKS, [MASKED, TRUNCATED, MASKED]),
+        (PlainRules.TRUNCATION_AND_MASKS, [{}, MASKED, {**MASKED, **TRUNCATED}]),
+        (None, [{}, {**MASKED, "logprobs": 1}, TRUNCATED]),
+        (None, [{"presence_penalty": 1.0}, MASKED, TRUNCATED]),
+    ],
+)
+def test_captured_sampling_heeds_every_rows_rules(
+    rules: PlainRules | None, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end one after the other, so that their rows change places."""
+    do_again(monkeypatch)
+    used: list[PlainRules] = []
+    finish = CapturedSteps.finish
+
+    def seen(self: CapturedSteps, size: int, rules: PlainRules, masks: Any) -> Tensor:
+        used.append(rules)
+        return finish(self, size, rules, masks)
+
+    monkeypatch.setattr(CapturedSteps, "finish", seen)
+    # Torch's operations cannot compute padded prompts.
+    monkeypatch.setattr(CapturedSteps, "size_for", lambda *_: None)
+    prompts = DeviceStep.prompts
+
+    def not_padded(self: DeviceStep, rows: Tensor, *args: Any, **kinds: Any) -> Tensor:
+        return prompts(self, rows, *args, **kinds) if kinds.get("chunks") else torch.zeros(rows.shape[1], 1)
+
+    monkeypatch.setattr(DeviceStep, "prompts", not_padded)
+    answers = []
+    for graphs in (False, True):
+        engine = Engine(MODEL, SETTINGS, backend=replace(PLAIN, graphs=graphs))
+        for number, kind in enumerate(kinds):
+            params = {"temperature": 1.5, "seed": number, "max_tokens": 20 + 10 * number, **kind}
+            engine.add(request(str(number), (number, 5), SamplingParams(**params)))
+        answers.append({key: ids(outputs) for key, outputs in run(engine).items()})
+        assert (set(used[:10]) == {rules}) if graphs and rules else (graphs or not used)
+    assert answers[0] == answers[1]
+    assert [len(answers[1][str(number)]) for number in range(3)] == [20, 30, 40]
+    for number, kind in enumerate(kinds):
+        if "mask" in kind:
+            assert not any(token % 2 for token in answers[1][str(number)])

@@ -84,12 +84,14 @@ class Together(Failing):
         words[self.token // 32] |= 1 << self.token % 32
 
     @classmethod
-    def fill_all(cls, masks: list["Together"], rows: list[torch.Tensor]) -> list[TokenMaskError | None]:
+    def fill_all(
+        cls, masks: list["Together"], words: torch.Tensor, rows: list[int]
+    ) -> list[TokenMaskError | None]:
         cls.calls.append(len(masks))
         errors: list[TokenMaskError | None] = []
         for mask, row in zip(masks, rows, strict=True):
             try:
-                mask.fill(row)
+                mask.fill(words[row])
             except TokenMaskError as error:
                 errors.append(error)
             else:

@@ -6,6 +6,7 @@ from tests.triton_models.engine.fake_model import FakeModel, ids, request, run
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import TOP_K_LIMIT, SamplingParams
 from triton_models.engine.settings import EngineSettings
+from triton_models.engine.warm_up import AnyToken
 from triton_models.errors import InvalidRequestError
 
 
@@ -47,15 +48,16 @@ def test_greedy(temperature: float, greedy: bool) -> None:
     [
         ({}, False, False, True),
         ({"temperature": 0.5, "seed": 4}, False, False, True),
-        ({"top_k": 1}, True, False, False),
-        ({"top_p": 0.9}, True, False, False),
-        ({"min_p": 0.1}, True, False, False),
+        ({"top_k": 1}, True, False, True),
+        ({"top_p": 0.9}, True, False, True),
+        ({"min_p": 0.1}, True, False, True),
         ({"repetition_penalty": 1.1}, False, True, False),
         ({"presence_penalty": -0.1}, False, True, False),
         ({"frequency_penalty": 0.1}, False, True, False),
         ({"logit_bias": {1: 1.0}}, False, False, False),
         ({"min_tokens": 1}, False, False, False),
         ({"logprobs": 0}, False, False, False),
+        ({"mask": AnyToken()}, False, False, True),
     ],
 )
 def test_what_a_request_uses_is_known(

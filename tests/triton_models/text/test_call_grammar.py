@@ -8,10 +8,12 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
 
-from tests.triton_models.text.walks import Walk, Walker
+from tests.triton_models.text.walks import Walk, Walker, Words
 from triton_models.errors import InvalidGrammarError
+from triton_models.text.grammars import GrammarMask
 from triton_models.text.tokenizers import Tokenizer
 from wire.calls import NOTATIONS
 from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, part_at_fault
@@ -173,6 +175,19 @@ def test_masks_look_ahead_to_the_next_call_and_not_beyond(walker: Walker) -> Non
         walker.look_ahead(Grammar("tool_calls", rules(*tools, required=True)), seed) for seed in range(4)
     )
     assert forced > 20
+
+
+def test_masks_of_calls_and_of_texts_are_filled_at_once(walker: Walker) -> None:
+    """Different ids may be part of them."""
+    calls = rules(CallableTool("f", obj(a={"type": "integer"})))
+    grammars = [Grammar("tool_calls", calls), Grammar("json_object"), Grammar("tool_calls", calls)]
+    masks = [walker.grammars.compile(each).mask() for each in grammars]
+    words = Words(walker.tokenizer.size, 3)
+    assert GrammarMask.fill_all(masks, words, [0, 1, 2]) == [None] * 3
+    for mask, row in zip(masks, words.array, strict=True):
+        alone = Words(walker.tokenizer.size)
+        mask.fill(alone)
+        assert np.array_equal(row, alone.array)
 
 
 def test_required_calls_name_their_tools(walker: Walker) -> None:

@@ -198,39 +198,40 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
     assert len(allowed) > tokenizer.size / 2
 
 
-@pytest.mark.parametrize("threads", [None, 2], ids=["one thread", "several"])
-def test_masks_filled_at_once_are_those_filled_one_by_one(
-    walker: Walker, threads: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = None if threads is None else llguidance.LLExecutor(num_threads=threads)
-    monkeypatch.setattr(grammars, "_executor", lambda: executor)
+@pytest.fixture(params=[False, True], ids=["own thread", "another thread"])
+def _thread_that_fills(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = llguidance.LLExecutor(num_threads=1) if request.param else None
+    monkeypatch.setattr(grammars, "_thread", lambda: thread)
+
+
+@pytest.mark.usefixtures("_thread_that_fills")
+@pytest.mark.parametrize("kinds", [1, 5], ids=["one grammar", "several"])
+def test_masks_filled_at_once_are_those_filled_one_by_one(walker: Walker, kinds: int) -> None:
     size = walker.tokenizer.size
-    masks = []
-    for length in range(40):
-        mask = walker.grammars.compile(Grammar("regex", f"[a-z]{{{2 + length % 5}}}[0-9]+")).mask()
-        for _ in range(length % 4):
+    compile_ = walker.grammars.compile
+    masks = [
+        compile_(Grammar("regex", f"[a-z]{{{2 + number % kinds}}}[0-9]+")).mask() for number in range(40)
+    ]
+    for number, mask in enumerate(masks):
+        for _ in range(number % 4):
             mask.accept(walker.allowed(mask)[0])
-        masks.append(mask)
-    rows = [Words(size) for _ in masks]
-    assert GrammarMask.fill_all(masks, rows) == [None] * 40
-    for mask, row in zip(masks, rows, strict=True):
+    words = Words(size, 80)
+    assert GrammarMask.fill_all(masks, words, range(0, 80, 2)) == [None] * 40
+    for number, mask in enumerate(masks):
         alone = Words(size)
         mask.fill(alone)
-        assert np.array_equal(row.row, alone.row)
+        assert np.array_equal(words.array[2 * number], alone.array)
+        assert not words.array[2 * number + 1].any()
 
 
-@pytest.mark.parametrize("threads", [None, 2], ids=["one thread", "several"])
-def test_of_masks_filled_at_once_only_the_broken_one_fails(
-    walker: Walker, threads: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = None if threads is None else llguidance.LLExecutor(num_threads=threads)
-    monkeypatch.setattr(grammars, "_executor", lambda: executor)
+@pytest.mark.usefixtures("_thread_that_fills")
+def test_of_masks_filled_at_once_only_the_broken_one_fails(walker: Walker) -> None:
     compiled = walker.grammars.compile(Grammar("regex", "[a-z]{2}[0-9]"))
     masks = [compiled.mask() for _ in range(3)]
     (digit,) = walker.tokenizer.encode("7")[-1:]
     with pytest.raises(TokenMaskError):
         masks[1].accept(digit)
-    first, second, third = GrammarMask.fill_all(masks, [Words(walker.tokenizer.size) for _ in masks])
+    first, second, third = GrammarMask.fill_all(masks, Words(walker.tokenizer.size, 3), range(3))
     assert (first, third) == (None, None)
     assert str(second).startswith("the answer cannot go on by its grammar")
     assert compiled.spent
@@ -330,8 +331,8 @@ def test_a_row_is_written_whole_and_nothing_behind_it(walkers: dict[str, Walker]
     walker = walkers["chatglm3"]
     words = Words(walker.tokenizer.size)
     walker.grammars.compile(Grammar("json_object")).mask().fill(words)
-    assert np.count_nonzero(words.row)
-    assert not words.row[-4:].any()
+    assert np.count_nonzero(words.array)
+    assert not words.array[-4:].any()
 
 
 def test_a_grammar_that_wore_out_is_compiled_anew(

@@ -53,7 +53,7 @@ def test_what_fails_while_it_looks_ahead_leaves_the_answer_as_it_is(walker: Walk
     mask, ids = compiled.mask(), walker.tokenizer.encode("alpha beta gamma")
     rows = [Words(walker.tokenizer.size) for _ in range(2)]
     mask.fill_ahead([1, ids[0]], rows)
-    assert not any(row.row.any() for row in rows)
+    assert not any(row.array.any() for row in rows)
     assert mask.scout.is_error()
     for at, token_id in enumerate(ids):
         assert not mask.forced()

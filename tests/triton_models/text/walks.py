@@ -14,13 +14,13 @@ from wire.grammar import Grammar
 
 
 class Words:
-    """A row of a bit mask, with room for a padded vocabulary."""
+    """A row of a bit mask, with room for a padded vocabulary; or so many rows."""
 
-    def __init__(self, size: int) -> None:
-        self.row = np.zeros(-(-size // 32) + 4, dtype=np.int32)
+    def __init__(self, size: int, *rows: int) -> None:
+        self.array = np.zeros((*rows, -(-size // 32) + 4), dtype=np.int32)
 
     def numpy(self) -> NDArray[np.int32]:
-        return self.row
+        return self.array
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Walker:
     def allowed(self, mask: GrammarMask) -> list[int]:
         words = Words(self.tokenizer.size)
         mask.fill(words)
-        bits = np.unpackbits(words.row.view(np.uint8), bitorder="little")
+        bits = np.unpackbits(words.array.view(np.uint8), bitorder="little")
         assert not bits[self.tokenizer.size :].any()
         return [int(each) for each in np.flatnonzero(bits)]
 
@@ -107,7 +107,7 @@ class Walker:
                     told.accept(each)
                     wanted = Words(self.tokenizer.size)
                     told.fill(wanted)
-                    assert np.array_equal(row.row, wanted.row)
+                    assert np.array_equal(row.array, wanted.array)
             assert self.allowed(ahead) == self.allowed(usual)
             ahead.accept(token_id)
             usual.accept(token_id)

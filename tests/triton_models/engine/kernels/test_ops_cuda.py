@@ -255,7 +255,7 @@ def test_the_profile_run_leaves_no_trace_in_answers(
         settings: EngineSettings, model: CausalModel, run_largest: Callable[[], int]
     ) -> Capacity:
         monkeypatch.setattr(KVCache, "allocate", allocate)
-        assert run_largest() == 3 + 2 * 3
+        assert run_largest() == 3 + 4 * 3
         return choose_capacity(settings, model)
 
     own = KVCache.allocate
@@ -292,8 +292,8 @@ def test_the_largest_steps_run_in_one_block_and_leave_nothing(
 ) -> None:
     model = of_one_layer(tmp_path, device)
     made = Runner(model, kernels, SMALL, context=64)
-    # Prompts of 16, 32 and 40 rows; decodes of 1, 2 and 4, each computed and sampled.
-    assert made.run_largest() == 3 + 2 * 3
+    # Prompts of 16, 32 and 40 rows; decodes of 1, 2 and 4, each computed, and sampled in three ways.
+    assert made.run_largest() == 3 + 4 * 3
     cache = weakref.ref(made._cache)
     gc.disable()
     try:
@@ -321,7 +321,7 @@ def test_every_step_of_prompts_has_room_among_the_captured(
         chunks.append(ChunkRows(slot=slot, start=row, end=row + length, offset=0))
         row += length
     step = DeviceStep(model, PLAIN, operations, SlotTable(64, 4, device), longest=512)
-    prompts = CapturedSteps(step, largest=160, most_tiles=operations.most_tiles)
+    prompts = CapturedSteps(step, vocabulary=64, largest=160, most_tiles=operations.most_tiles)
     size = prompts.size_for(row, len(operations.tiles(chunks)))
     assert size is not None
     assert size.rows == 160
