@@ -140,7 +140,9 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
         sample=lambda logits, inputs: sample(logits, inputs, choose, penalise, forbid),
         graphs=True,
         overlap=True,
-        drafts=DraftLimits(rows=256, wait_s=0.0007, wait_more_s=0.00002, step_s=0.0036, row_s=0.00003),
+        drafts=DraftLimits(
+            rows=256, wait_s=0.0007, wait_more_s=0.00002, mask_s=0.00008, step_s=0.0036, row_s=0.00003
+        ),
         reason=f"own kernels, CUDA graphs and overlapped steps, {dtype}",
         convert=tiled,
     )

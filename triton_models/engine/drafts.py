@@ -61,6 +61,8 @@ class DraftLimits:
     where it works ahead of the device, this idles, since what follows depends on the results."""
     wait_more_s: float = 0.0
     """What each decoding sequence adds to that: the more there are, the longer the host takes."""
+    mask_s: float = 0.0
+    """What a token mask adds: it is told, asked what must come and filled while the device idles."""
     step_s: float = 0.02
     """Seconds of a step of one row; the warm-up measures it, and what one row more adds."""
     row_s: float = 0.001
@@ -69,10 +71,13 @@ class DraftLimits:
         """Return what each of so many decoding sequences may have, of up to `most` guesses."""
         return Allowance(most, self.row_s * sequences / self._step(sequences))
 
-    def worthwhile(self, right: float, guesses: float, sequences: int) -> bool:
-        """Whether so many guesses of so many sequences, of which some are right, are worth their time."""
-        more = self.wait_s + self.wait_more_s * sequences + self.row_s * guesses
-        return right > sequences * more / self._step(sequences)
+    def worthwhile(self, right: float, guesses: float, sequences: int, masks: int = 0) -> bool:
+        """Whether so many guesses, of which some are right, are worth their time.
+
+        `sequences`: how many decode; `masks`: how many of these have a token mask.
+        """
+        wait = self.wait_s + self.wait_more_s * sequences + self.mask_s * masks
+        return right > sequences * (wait + self.row_s * guesses) / self._step(sequences)
 
     def _step(self, sequences: int) -> float:
         return self.step_s + self.row_s * (sequences - 1)

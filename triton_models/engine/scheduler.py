@@ -23,8 +23,8 @@ _FEW_ROWS = 32
 """Rows that may sample in one step although `max_running`, for which memory was measured, is less."""
 
 _LOOKED_AT = 16
-"""Looking for the guesses of so many sequences takes little of a step's time. Where guesses are not worth it,
-every time that as many decode lets the next look wait for one step."""
+"""Looking for guesses takes the host up to 40 us for each sequence. So of more sequences than this, so many
+tell whether it is worth looking at all; and where it is not, the next look is later the more there are."""
 
 LOGITS_ROWS = 64
 """Tokens of a step, of all prompts together, whose logits are reported. For a vocabulary of 250,000 ids they
@@ -165,6 +165,7 @@ class Scheduler:
         self._draft_tokens = settings.draft_tokens
         self._not_looking = 0
         """Number of steps for which nobody looks for guesses."""
+        self._looks = 0
         self.drafts = drafts or DraftLimits()
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
@@ -319,15 +320,26 @@ class Scheduler:
         if most < 1:
             return None
         allowance = self.drafts.allowance(most, len(decoding))
-        right, guesses = 0.0, 0
-        for each in decoding:
-            some, made = each.drafter.expects(each.tokens, allowance, flying=each.in_flight > 0)
-            right += some
-            guesses += made
-        if self.drafts.worthwhile(right, guesses, len(decoding)):
+        apart = -(-len(decoding) // _LOOKED_AT)
+        self._looks += 1
+        some = decoding[self._looks % apart :: apart]
+        if self._worthwhile(some, decoding, allowance) and (
+            apart == 1 or self._worthwhile(decoding, decoding, allowance)
+        ):
             return allowance
-        self._not_looking = len(decoding) // _LOOKED_AT
+        self._not_looking = apart - 1
         return None
+
+    def _worthwhile(self, some: list[Sequence], decoding: list[Sequence], allowance: Allowance) -> bool:
+        """Whether guesses are worth it for all decoding sequences if the others are like these."""
+        right, guesses = 0.0, 0
+        for each in some:
+            expected, made = each.drafter.expects(each.tokens, allowance, flying=each.in_flight > 0)
+            right += expected
+            guesses += made
+        share = len(some) / len(decoding)
+        masks = sum(each.masked for each in decoding)
+        return self.drafts.worthwhile(right / share, guesses / share, len(decoding), masks)
 
     def _guess(self, sequence: Sequence, allowance: Allowance, step: Step) -> tuple[int, ...]:
         """Guess a decoding sequence's next tokens; takes the blocks for them.

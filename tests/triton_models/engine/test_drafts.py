@@ -251,6 +251,10 @@ def test_guesses_are_worth_it_where_they_bring_more_tokens_a_second() -> None:
     assert limits.worthwhile(6.5, 20, 8)
     assert not limits.worthwhile(6.4, 20, 8)
     assert not DraftLimits().worthwhile(0, 0, 1)
+    # With 3 masks that take 0.2 ms each, they need 8 * 4.4 / 4.7 = 7.49.
+    masked = replace(limits, mask_s=0.0002)
+    assert masked.worthwhile(7.5, 20, 8, masks=3)
+    assert not masked.worthwhile(7.4, 20, 8, masks=3)
 
 
 def test_an_engine_guesses_by_the_times_it_was_told() -> None:
@@ -424,6 +428,26 @@ def test_where_nothing_is_guessed_every_step_is_as_without_guesses(backend: Back
         run(made)
         computed.append(model.steps)
     assert computed[0] == computed[1]
+
+
+def test_the_more_sequences_the_less_they_are_looked_at_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    expects = Drafter.expects
+
+    def counting(self: Drafter, tokens: Sequence[int], allowance: Allowance, *, flying: bool) -> object:
+        looked[-1] += 1
+        return expects(self, tokens, allowance, flying=flying)
+
+    monkeypatch.setattr(Drafter, "expects", counting)
+    model = Writer([3 * each % 59 for each in range(59)])  # no token comes twice
+    made = engine(model, OVERLAPPED, max_running=128, max_batched_tokens=512, kv_blocks=512)
+    made._drafts = made._scheduler.drafts = replace(DraftLimits(), rows=256)
+    made.add(*(request(str(each), [each % 59], SamplingParams(max_tokens=41)) for each in range(64)))
+    while made.open_requests:
+        looked.append(0)
+        made.step()
+    assert max(looked) <= 16
+    assert 100 < sum(looked) < 64 * 40 / 10
 
 
 def test_what_never_repeats_takes_no_rows_more() -> None:
