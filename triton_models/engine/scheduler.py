@@ -23,8 +23,10 @@ _FEW_ROWS = 32
 """Rows that may sample in one step although `max_running`, for which memory was measured, is less."""
 
 _LOOKED_AT = 16
-"""Looking for guesses takes the host up to 40 us for each sequence. So of more sequences than this, so many
-tell whether it is worth looking at all; and where it is not, the next look is later the more there are."""
+_IN_VAIN = 16
+"""Looking for guesses takes the host up to 40 us for each sequence. After `_IN_VAIN` looks in a row that
+found too little, only about `_LOOKED_AT` sequences tell whether it is worth looking at all, and the next look
+is later the more there are."""
 
 LOGITS_ROWS = 64
 """Tokens of a step, of all prompts together, whose logits are reported. For a vocabulary of 250,000 ids they
@@ -163,9 +165,8 @@ class Scheduler:
         self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager)
         self._draft_tokens = settings.draft_tokens
-        self._not_looking = 0
-        """Number of steps for which nobody looks for guesses."""
-        self._looks = 0
+        self._in_vain = self._not_looking = 0
+        """Number of looks for guesses in a row that found too little, and of steps without one to come."""
         self.drafts = drafts or DraftLimits()
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
@@ -320,13 +321,14 @@ class Scheduler:
         if most < 1:
             return None
         allowance = self.drafts.allowance(most, len(decoding))
-        apart = -(-len(decoding) // _LOOKED_AT)
-        self._looks += 1
-        some = decoding[self._looks % apart :: apart]
+        apart = -(-len(decoding) // _LOOKED_AT) if self._in_vain >= _IN_VAIN else 1
+        some = decoding[self._in_vain % apart :: apart]
         if self._worthwhile(some, decoding, allowance) and (
             apart == 1 or self._worthwhile(decoding, decoding, allowance)
         ):
+            self._in_vain = 0
             return allowance
+        self._in_vain += 1
         self._not_looking = apart - 1
         return None
 

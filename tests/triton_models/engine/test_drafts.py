@@ -446,8 +446,19 @@ def test_the_more_sequences_the_less_they_are_looked_at_for_guesses(monkeypatch:
     while made.open_requests:
         looked.append(0)
         made.step()
-    assert max(looked) <= 16
-    assert 100 < sum(looked) < 64 * 40 / 10
+    assert sum(looked) > 40 * 16
+    assert max(looked[20:]) == 16
+    assert sum(looked[20:]) < 64 * 40 / 10
+
+
+def test_many_that_begin_to_copy_late_are_seen() -> None:
+    made = engine(
+        Writer([*range(1, 41)] * 3), OVERLAPPED, max_running=128, max_batched_tokens=512, kv_blocks=512
+    )
+    made.add(*(request(str(each), [0], SamplingParams(max_tokens=119)) for each in range(32)))
+    stats = steps_of(made)
+    assert not any(each.guessed_tokens for each in stats[:40])
+    assert len(stats) < 40 + 80 // 2
 
 
 def test_what_never_repeats_takes_no_rows_more() -> None:
