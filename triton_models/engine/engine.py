@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from triton_models.engine.backend import Backend, choose_backend
 from triton_models.engine.blocks import BlockManager
 from triton_models.engine.capacity import choose_capacity, longest_context
-from triton_models.engine.masks import tell_mask
+from triton_models.engine.masks import tell_masks
 from triton_models.engine.models import CausalModel
 from triton_models.engine.runner import Runner
 from triton_models.engine.scheduler import Scheduler
@@ -260,6 +260,8 @@ class Engine:
         """Wait for a step's results and apply them."""
         results = self._runner.collect(step)
         accepted = [self._accept(each) for each in results]
+        for sequence, fault in tell_masks(results).items():
+            self._finish(Sampled(sequence), *fault)
         self._uncollected.popleft()
         prompts = {chunk.sequence for chunk in step.prefills}
         guessed, right = _guesses(step)
@@ -308,8 +310,6 @@ class Engine:
             self._finish(sampled, FinishReason.LENGTH)
         else:
             self._output(sampled)
-            if (fault := tell_mask(sequence, sampled.token_id)) is not None:
-                self._finish(Sampled(sequence), *fault)
         return True
 
     def _finish(self, last: Sampled, reason: FinishReason, error: str | None = None) -> None:

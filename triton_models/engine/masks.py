@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import methodcaller
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 from triton_models.engine.sampler import MASK_BITS
 from triton_models.engine.sampling import BatchedMask, TokenMask
 from triton_models.engine.sequence import Fault, FinishReason, Sequence, SequenceState
+from triton_models.engine.step import Sampled
 from triton_models.errors import TokenMaskError, panics_are_errors
 
 log = logging.getLogger(__name__)
 
 _MASK = "a token mask"
+_FAILED: Fault = (FinishReason.ERROR, "the request's token mask failed")
 
 
 def fill_masks(
@@ -42,7 +44,7 @@ def fill_masks(
     # NumPy clears this, since torch does so in several threads and waits for them, for tens of milliseconds
     # on a busy machine.
     words.numpy().fill(0)
-    kinds: dict[type, list[tuple[Sequence, int]]] = defaultdict(list)
+    entries: list[tuple[Sequence, int]] = []
     ahead: dict[Sequence, list[tuple[int, Tensor]]] = defaultdict(list)
     for place, row in enumerate(masked):
         sequence = sampling[row]
@@ -51,11 +53,11 @@ def fill_masks(
         if row in followed:
             ahead[sequence].append((followed[row][1], words[place]))
         else:
-            kinds[type(sequence.request.sampling.mask)].append((sequence, place))
+            entries.append((sequence, place))
     faults: dict[str, Fault] = {}
-    for entries in kinds.values():
-        if len(entries) == 1 or not _fill_together(entries, words, faults):
-            for sequence, place in entries:
+    for kind, alike in _kinds(entries).items():
+        if kind is None or len(alike) == 1 or not _fill_together(kind, alike, words, faults):
+            for sequence, place in alike:
                 if (fault := _call(sequence, methodcaller("fill", words[place]))) is not None:
                     faults[sequence.request.request_id] = fault
     for sequence, places in ahead.items():
@@ -70,14 +72,13 @@ def _fill_ahead(sequence: Sequence, guesses: tuple[int, ...], rows: tuple[Tensor
             row.zero_()
 
 
-def _fill_together(entries: list[tuple[Sequence, int]], words: Tensor, faults: dict[str, Fault]) -> bool:
-    """Fill masks of one kind in one call, and note their faults; False if it cannot be done or told whose."""
-    masks = [sequence.request.sampling.mask for sequence, _ in entries]
-    if not isinstance(masks[0], BatchedMask):
-        return False
+def _fill_together(
+    kind: type[BatchedMask], entries: list[tuple[Sequence, int]], words: Tensor, faults: dict[str, Fault]
+) -> bool:
+    """Fill masks of one kind in one call, and note their faults; False if it is unknown whose they are."""
     try:
         with panics_are_errors(_MASK):
-            errors = masks[0].fill_all(masks, words, [place for _, place in entries])
+            errors = kind.fill_all(_masks(entries), words, [place for _, place in entries])
     except Exception:
         # One by one, the culprit shows, and fails alone.
         log.exception("%d token masks failed together", len(entries))
@@ -90,9 +91,65 @@ def _fill_together(entries: list[tuple[Sequence, int]], words: Tensor, faults: d
     return True
 
 
-def tell_mask(sequence: Sequence, token_id: int) -> Fault | None:
-    """Tell the mask of `sequence`, if any, which token comes next; return the fault, if any."""
-    return _call(sequence, methodcaller("accept", token_id))
+def tell_masks(results: Iterable[Sampled]) -> dict[Sequence, Fault]:
+    """Tell the masks of sequences that go on the tokens that a step found; return the faults.
+
+    Masks of a kind that can are told all at once; of several tokens for one, the first ones before the next.
+    """
+    turns: list[list[tuple[Sequence, int]]] = []
+    found: dict[Sequence, int] = defaultdict(int)
+    for each in results:
+        sequence = each.sequence
+        if each.token_id is None or not sequence.masked or sequence.state is SequenceState.FINISHED:
+            continue
+        if found[sequence] == len(turns):
+            turns.append([])
+        turns[found[sequence]].append((sequence, each.token_id))
+        found[sequence] += 1
+    faults: dict[Sequence, Fault] = {}
+    for turn in turns:
+        for kind, alike in _kinds([each for each in turn if each[0] not in faults]).items():
+            if kind is not None and len(alike) > 1:
+                faults |= _tell_together(kind, alike)
+                continue
+            for sequence, token_id in alike:
+                if (fault := _call(sequence, methodcaller("accept", token_id))) is not None:
+                    faults[sequence] = fault
+    return faults
+
+
+def _tell_together(kind: type[BatchedMask], entries: list[tuple[Sequence, int]]) -> dict[Sequence, Fault]:
+    """Tell masks of one kind their tokens in one call; return the faults."""
+    try:
+        with panics_are_errors(_MASK):
+            errors = kind.accept_all(_masks(entries), [token_id for _, token_id in entries])
+    except Exception:
+        log.exception("%d token masks failed together", len(entries))
+        return {sequence: _FAILED for sequence, _ in entries}
+    return {
+        sequence: (FinishReason.MASK, str(error))
+        for (sequence, _), error in zip(entries, errors, strict=True)
+        if error is not None
+    }
+
+
+def _kinds(
+    entries: list[tuple[Sequence, int]],
+) -> dict[type[BatchedMask] | None, list[tuple[Sequence, int]]]:
+    """Return the entries by the kind of their masks; None: of kinds of which each is called alone."""
+    kinds: dict[type[BatchedMask] | None, list[tuple[Sequence, int]]] = defaultdict(list)
+    # Looking for the methods of each mask would take as long as filling it.
+    batched: dict[type, type[BatchedMask] | None] = {}
+    for entry in entries:
+        mask = entry[0].request.sampling.mask
+        if type(mask) not in batched:
+            batched[type(mask)] = type(mask) if isinstance(mask, BatchedMask) else None
+        kinds[batched[type(mask)]].append(entry)
+    return kinds
+
+
+def _masks(entries: list[tuple[Sequence, int]]) -> list[TokenMask | None]:
+    return [sequence.request.sampling.mask for sequence, _ in entries]
 
 
 def _call(sequence: Sequence, call: Callable[[TokenMask], None]) -> Fault | None:
@@ -106,5 +163,5 @@ def _call(sequence: Sequence, call: Callable[[TokenMask], None]) -> Fault | None
         return FinishReason.MASK, str(error)
     except Exception:
         log.exception("the token mask of %s failed", sequence.request.request_id)
-        return FinishReason.ERROR, "the request's token mask failed"
+        return _FAILED
     return None

@@ -54,7 +54,7 @@ class TokenMask(Protocol):
 
 @runtime_checkable
 class BatchedMask(TokenMask, Protocol):
-    """A token mask of a kind that fills many in one call.
+    """A token mask of a kind of which many are filled, or told a token, in one call.
 
     Python's lock is released once then, not for each mask: other threads take it whenever it is free, and
     give it back late.
@@ -68,6 +68,14 @@ class BatchedMask(TokenMask, Protocol):
 
         Returns the error of each. Any exception means that it is unknown which mask failed: `fill` is then
         called for each.
+        """
+        ...
+
+    @classmethod
+    def accept_all(cls, masks: Sequence[Any], token_ids: Sequence[int]) -> Sequence[TokenMaskError | None]:
+        """Do what `accept` does for each of `masks`, all of this kind and none twice; return the errors.
+
+        After any exception, none of them is used any more.
         """
         ...
 

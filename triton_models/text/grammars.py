@@ -66,7 +66,7 @@ characters can contain thousands. Such grammars were measured to compile with ha
 MiB would overflow, which ends the process. Memory is only used as deep as the recursion goes."""
 
 _LIBRARY = "llguidance"
-_NO_MASK = "the answer cannot go on by its grammar"
+_NO_MASK, _LEFT = "the answer cannot go on by its grammar", "the answer has left its grammar"
 _WORD_BITS = 32
 _SPECIAL_ID = b"\xff"
 """What llguidance puts before a special id among bytes."""
@@ -193,18 +193,38 @@ class GrammarMask:
             for mask, some in zip(masks, found.any(axis=1).tolist(), strict=True)
         ]
 
+    @classmethod
+    def accept_all(
+        cls, masks: Sequence["GrammarMask"], token_ids: Sequence[int]
+    ) -> list[TokenMaskError | None]:
+        """Continue all masks, each after its token, in one call; return the error of each, or None."""
+        told = [(mask.matcher, token_id) for mask, token_id in zip(masks, token_ids, strict=True)]
+        if (thread := _thread()) is not None:
+            taken = thread.consume_token_par(told)
+        else:
+            taken = [matcher.consume_token(token_id) for matcher, token_id in told]
+        errors: list[TokenMaskError | None] = []
+        for mask, token_id, right in zip(masks, token_ids, taken, strict=True):
+            mask.note(token_id)
+            errors.append(None if right else mask.error(_LEFT))
+        return errors
+
     def accept(self, token_id: int) -> None:
         """Continue after `token_id`.
 
         Raises:
             TokenMaskError: the grammar does not allow the token.
         """
+        self.note(token_id)
+        with self.grammar.noting_failure():
+            if not self.matcher.consume_token(token_id):
+                raise self.error(_LEFT)
+
+    def note(self, token_id: int) -> None:
+        """Note that the answer continues after `token_id`, which the parser is told."""
         self.grammar.tokens += 1
         if self._scout is not None:
             self._untold.append(token_id)
-        with self.grammar.noting_failure():
-            if not self.matcher.consume_token(token_id):
-                raise self.error("the answer has left its grammar")
 
     @property
     def scout(self) -> llguidance.LLMatcher:
@@ -260,7 +280,7 @@ class GrammarMask:
 
 @cache
 def _thread() -> llguidance.LLExecutor | None:
-    """Return the thread that fills many masks in one call; None on few CPUs.
+    """Return the thread that fills or tells many masks in one call; None on few CPUs.
 
     So the interpreter lock is released once. The caller's own thread is as fast, and need not wait until the
     other has a CPU; but it releases the lock for each mask, and other threads give it back late.

@@ -1,5 +1,7 @@
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -8,10 +10,11 @@ import torch
 
 from tests.triton_models.engine.fake_model import FakeModel, NearMask, request, run
 from triton_models.engine.engine import Engine
-from triton_models.engine.masks import fill_masks
+from triton_models.engine.masks import fill_masks, tell_masks
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason, Sequence, SequenceState
 from triton_models.engine.settings import EngineSettings
+from triton_models.engine.step import Sampled
 from triton_models.errors import TokenMaskError
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
@@ -70,28 +73,41 @@ def test_whatever_a_mask_raises_is_its_own_requests_error(
 
 
 class Together(Failing):
-    """Allows only its own token; many can be filled in one call, of which the calls are counted."""
+    """Allows only its own token; many are filled or told in one call, of which the calls are counted."""
 
     calls: ClassVar[list[int]] = []
     """Number of masks of each call."""
 
-    def __init__(self, token: int, error: BaseException | None = None) -> None:
-        super().__init__(error or TokenMaskError(""), at="fill", after=0 if error else 10**6)
+    def __init__(self, token: int, error: BaseException | None = None, *, at: str = "fill") -> None:
+        super().__init__(error or TokenMaskError(""), at=at, after=0 if error else 10**6)
         self.token = token
+        self.told: list[int] = []
 
     def fill(self, words: torch.Tensor) -> None:
         self._count("fill")
         words[self.token // 32] |= 1 << self.token % 32
 
+    def accept(self, token_id: int) -> None:
+        self._count("accept")
+        self.told.append(token_id)
+
     @classmethod
     def fill_all(
         cls, masks: list["Together"], words: torch.Tensor, rows: list[int]
     ) -> list[TokenMaskError | None]:
-        cls.calls.append(len(masks))
+        return cls._each([partial(mask.fill, words[row]) for mask, row in zip(masks, rows, strict=True)])
+
+    @classmethod
+    def accept_all(cls, masks: list["Together"], token_ids: list[int]) -> list[TokenMaskError | None]:
+        return cls._each([partial(mask.accept, token) for mask, token in zip(masks, token_ids, strict=True)])
+
+    @classmethod
+    def _each(cls, doing: list[Callable[[], None]]) -> list[TokenMaskError | None]:
+        cls.calls.append(len(doing))
         errors: list[TokenMaskError | None] = []
-        for mask, row in zip(masks, rows, strict=True):
+        for do in doing:
             try:
-                mask.fill(words[row])
+                do()
             except TokenMaskError as error:
                 errors.append(error)
             else:
@@ -99,17 +115,15 @@ class Together(Failing):
         return errors
 
 
-def masked(count: int, *, broken: BaseException | None = None) -> list[Sequence]:
-    """Running sequences with masks that are filled together, of which the second may be broken."""
+def masked(count: int, *, broken: BaseException | None = None, at: str = "fill") -> list[Sequence]:
+    """Running sequences with masks that are called together, of which the second may be broken."""
     Together.calls.clear()
+    masks = [Together(number, broken if number == 1 else None, at=at) for number in range(count)]
     return [
         Sequence(
-            request(str(number), [1], SamplingParams(mask=Together(number, broken if number == 1 else None))),
-            arrival=0,
-            arrived_at=0.0,
-            max_tokens=8,
+            request(str(number), [1], SamplingParams(mask=mask)), arrival=0, arrived_at=0.0, max_tokens=8
         )
-        for number in range(count)
+        for number, mask in enumerate(masks)
     ]
 
 
@@ -127,8 +141,11 @@ def test_masks_of_one_kind_are_filled_in_one_call() -> None:
 
 
 def test_one_mask_needs_no_call_for_many() -> None:
-    words, _ = fill_masks(masked(1), {}, 60)
+    (one,) = masked(1)
+    words, _ = fill_masks([one], {}, 60)
     assert allowed(words) == [[0]]
+    assert tell_masks([Sampled(one, 7)]) == {}
+    assert told([one]) == [[7]]
     assert not Together.calls
 
 
@@ -195,3 +212,51 @@ def test_a_mask_that_fails_among_others_fails_alone(
     assert faults == {"1": fault}
     assert [row for number, row in enumerate(allowed(words)) if number != 1] == [[0], [2], [3]]
     assert Together.calls == [4]
+
+
+def told(sequences: list[Sequence]) -> list[list[int]]:
+    masks = [each.request.sampling.mask for each in sequences]
+    return [mask.told for mask in masks if isinstance(mask, Together)]
+
+
+def test_masks_of_one_kind_are_told_in_one_call() -> None:
+    sequences = masked(60)
+    assert tell_masks(Sampled(each, number) for number, each in enumerate(sequences)) == {}
+    assert told(sequences) == [[number] for number in range(60)]
+    assert Together.calls == [60]
+
+
+def test_several_tokens_of_a_mask_are_told_in_order() -> None:
+    sequences = masked(3)
+    first, second, third = sequences
+    found = [(first, 7), (first, 8), (first, 9), (second, 4), (third, 5), (third, 6)]
+    assert tell_masks(Sampled(*each) for each in found) == {}
+    assert told(sequences) == [[7, 8, 9], [4], [5, 6]]
+    assert Together.calls == [3, 2]
+
+
+def test_only_masks_of_requests_that_go_on_are_told() -> None:
+    sequences = masked(3)
+    sequences[0].move_to(SequenceState.FINISHED)
+    free = Sequence(request("free", [1]), arrival=0, arrived_at=0.0, max_tokens=8)
+    found = [Sampled(sequences[0], 3), Sampled(sequences[1], 3), Sampled(sequences[2]), Sampled(free, 3)]
+    assert tell_masks(found) == {}
+    assert told(sequences) == [[], [3], []]
+
+
+def test_a_mask_that_fails_among_others_is_told_no_more() -> None:
+    sequences = masked(3, broken=TokenMaskError("stuck"), at="accept")
+    faults = tell_masks(Sampled(each, token) for each in sequences for token in (4, 5))
+    assert faults == {sequences[1]: (FinishReason.MASK, "stuck")}
+    assert told(sequences) == [[4, 5], [], [4, 5]]
+    assert Together.calls == [3, 2]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("secret"), Panic("secret")])
+def test_masks_that_were_told_together_end_together_if_it_is_unknown_which_failed(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    sequences = masked(3, broken=error, at="accept")
+    with caplog.at_level(logging.CRITICAL):
+        faults = tell_masks(Sampled(each, 4) for each in sequences)
+    assert faults == dict.fromkeys(sequences, (FinishReason.ERROR, "the request's token mask failed"))
