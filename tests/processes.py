@@ -59,6 +59,14 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+def kill_tritons(processes: Collection[psutil.Process]) -> None:
+    """Kill the tritonservers among these, and their models' processes."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("triton") and process.name() != "tritongate":
+                process.kill()
+
+
 def answers(url: str) -> bool:
     """Whether a GET of this URL is answered by 200; not if nobody listens there."""
     with contextlib.suppress(httpx.TransportError):
@@ -131,10 +139,14 @@ class Command:
         return status
 
     def close(self) -> None:
-        """End whatever is left, a failed test's processes included."""
+        """End whatever is left, a failed test's processes included.
+
+        A tritonserver would take two or three seconds to end in its own way, which `stop` is for.
+        """
         left = self.tree()
         if self.process.poll() is None:
             self.process.terminate()
+            kill_tritons([psutil.Process(self.process.pid), *left])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_ANSWER_S)
         self.process.kill()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.up_process import metric
-from tests.processes import children_of, command_of
+from tests.processes import children_of, command_of, kill_tritons
 from wire.events import Ready, decode_event
 
 
@@ -42,6 +42,7 @@ class RepositoryServer:
         assert process.stdout is not None
         self._stack.callback(process.stdout.close)
         self._stack.callback(process.wait, 60)
+        self._stack.callback(lambda: kill_tritons(children_of(process.pid)))  # as in `Command.close`
         self._stack.callback(process.stdin.close)
         for line in process.stdout:
             event = decode_event(line)
