@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import itertools
 import os
 import re
 from importlib.util import find_spec
@@ -115,14 +116,21 @@ def _group_of(item: pytest.Item) -> str:
 
 
 def _mix(items: list[pytest.Item]) -> None:
-    """Spread what starts servers, and waits for a third of its time, among what computes."""
-    kinds: dict[bool, dict[str, int]] = {True: {}, False: {}}
-    for item in items:
-        kind = kinds[_end_to_end(item)]
-        kind.setdefault(_group(item), len(kind))
-    places = {name: place / len(kind) for kind in kinds.values() for name, place in kind.items()}
-    places |= {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places[_group(item)])
+    """Spread what starts servers, and waits for a third of its time, among what computes.
+
+    The longest of both kinds begin first. Of those that start servers the last begin when there is still
+    enough else to do until they end.
+    """
+    weights: dict[bool, dict[str, int]] = {True: {}, False: {}}
+    order = {name: place for place, name in enumerate(LONGEST)}
+    for item in sorted(items, key=lambda item: order.get(_group(item), len(order))):
+        weights[_end_to_end(item)].setdefault(_group(item), 4 if _group(item) in order else 1)
+    places = {}
+    for end_to_end, kind in weights.items():
+        whole = sum(kind.values()) / (0.8 if end_to_end else 1.0)
+        before = itertools.accumulate(kind.values(), initial=0)
+        places |= {name: begin / whole for name, begin in zip(kind, before, strict=False)}
+    items.sort(key=lambda item: (places[_group(item)], _group(item)))
 
 
 def _grouped(config: pytest.Config) -> bool:
