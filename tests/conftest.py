@@ -125,7 +125,7 @@ def _mix(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     for item in sorted(items, key=lambda item: order.get(_group(item), len(order))):
         weights[_end_to_end(item)].setdefault(_group(item), 4 if _group(item) in order else 1)
-    places = {}
+    places: dict[str, float] = {}
     for end_to_end, kind in weights.items():
         whole = sum(kind.values()) / (0.8 if end_to_end else 1.0)
         before = itertools.accumulate(kind.values(), initial=0)

@@ -30,6 +30,7 @@ RECOVER_WITHIN_S = 60.0
 STREAMS = 8
 KSERVE_CLIENTS = 16
 RESPONSES = 4
+PORTS = ("--port", "--kserve-http-port", "--kserve-grpc-port", "--metrics-port")
 HELLO = [{"role": "user", "content": "你好"}]
 
 
@@ -192,26 +193,28 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "chatglm3", directory)
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    said = fails("--model", f"glm={directory}")
+    said = fails("--model", f"glm={directory}", free=free_ports(len(PORTS)))
     assert weights.name in said
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("flag", ["--port", "--kserve-http-port", "--kserve-grpc-port", "--metrics-port"])
-def test_a_port_in_use_is_named(flag: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        said = fails(flag, str(port))
-    assert str(port) in said
-    assert "Traceback" not in said
+def test_a_port_in_use_is_named() -> None:
+    def fails_for(flag: str, free: list[int]) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            said = fails(flag, str(port), free=free)
+        assert str(port) in said, flag
+        assert "Traceback" not in said, flag
+
+    with ThreadPoolExecutor(len(PORTS)) as threads:
+        list(threads.map(fails_for, PORTS, [free_ports(len(PORTS)) for _ in PORTS]))
 
 
-def fails(*arguments: str) -> str:
+def fails(*arguments: str, free: list[int]) -> str:
     """Run `tritongate up` on free ports; hold that it fails in time, and return what it said."""
-    flags = ("--port", "--kserve-http-port", "--kserve-grpc-port", "--metrics-port")
-    ports = {flag: str(port) for flag, port in zip(flags, free_ports(len(flags)), strict=True)}
+    ports = {flag: str(port) for flag, port in zip(PORTS, free, strict=True)}
     ports |= dict(zip(arguments[::2], arguments[1::2], strict=True))
     words = [text for pair in ports.items() for text in pair]
     done = subprocess.run(

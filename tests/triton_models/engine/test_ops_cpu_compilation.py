@@ -11,6 +11,12 @@ from triton_models.engine import ops_cpu
 from triton_models.engine.ops_cpu import NotCompiledError, compiled
 
 
+@pytest.fixture(autouse=True)
+def hasty_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is compiled here, nothing has to be fast: `test_ops_cpu` has it as it is used."""
+    monkeypatch.setattr(ops_cpu, "_FLAGS", (*ops_cpu._FLAGS, "-O0"))
+
+
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the list of those from now on."""
     made: list[object] = []
@@ -33,7 +39,7 @@ def test_it_is_compiled_once_for_all_processes(caches: Path, monkeypatch: pytest
     made = compilations(monkeypatch)
     assert [load(), load()] == [1, 1]
     assert caches.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(ops_cpu, "_FLAGS", (*ops_cpu._FLAGS, "-O2"))
+    monkeypatch.setattr(ops_cpu, "_FLAGS", (*ops_cpu._FLAGS, "-g0"))
     assert [load(), load()] == [2, 2]
     other = caches / "cpuinfo"
     monkeypatch.setattr(ops_cpu, "_CPU", other)

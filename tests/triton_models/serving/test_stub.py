@@ -1,11 +1,10 @@
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-
-import pytest
 
 from triton_models.serving.stub import is_warmed_up
 
@@ -102,32 +101,38 @@ def test_a_process_whose_warm_up_never_comes_ends() -> None:
         assert process.wait(60) == 1
 
 
-@pytest.mark.parametrize(
-    ("then", "config"),
-    [
-        ("made.initialized(); made.requested()", WARMED_UP),
-        ("made.requested(); made.initialized()", WARMED_UP),
-        ("made.initialized()", "{}"),
-        ("pass", WARMED_UP),
-    ],
-)
-def test_a_process_that_is_wanted_goes_on(then: str, config: str) -> None:
-    with stub(f"{then}\ntime.sleep(3)", config) as process:
-        assert process.wait(60) == 0
+WANTED = [
+    ("made.initialized(); made.requested()", WARMED_UP),
+    ("made.requested(); made.initialized()", WARMED_UP),
+    ("made.initialized()", "{}"),
+    ("pass", WARMED_UP),
+]
 
 
-@pytest.mark.parametrize("then", ["made.initialized()", "made.initialized(); made.requested()"])
-def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(then: str) -> None:
+def test_a_process_that_is_wanted_goes_on() -> None:
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(stub(f"{then}\ntime.sleep(3)", config)) for then, config in WANTED]
+        assert [process.wait(60) for process in processes] == [0] * len(WANTED)
+
+
+def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on() -> None:
     """By SIGSTOP or a debugger: it has not waited meanwhile, and no timer of its own ends it."""
-    with stub(f"{then}\nsys.stdin.readline()", WARMED_UP, limit_s=2.5) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "started\n"
-        process.send_signal(signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(stub(f"{then}\nsys.stdin.readline()", WARMED_UP, limit_s=2.5))
+            for then in ("made.initialized()", "made.initialized(); made.requested()")
+        ]
+        for process in processes:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "started\n"
+            process.send_signal(signal.SIGSTOP)
         time.sleep(4)
-        process.send_signal(signal.SIGCONT)
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
         time.sleep(0.7)
-        assert process.poll() is None
-        process.kill()
+        assert [process.poll() for process in processes] == [None] * 2
+        for process in processes:
+            process.kill()
 
 
 def test_a_stopped_process_has_no_alarm() -> None:
