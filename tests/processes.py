@@ -76,7 +76,7 @@ def answers(url: str) -> bool:
 
 SLOW_MODELS = {"CC": "none"}
 """No compiler, so that torch computes: many tests look at answers while they run, which compiled models end
-too soon. The latter serve in the tests of clients, of the chat page and of the quick start."""
+too soon. The latter serve where only answers are read, as in the tests of clients and of the quick start."""
 
 
 class Command:

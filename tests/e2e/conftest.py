@@ -86,7 +86,7 @@ def sdk(up: UpProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def demo_up() -> Iterator[UpProcess]:
     """The built-in model, which is what `tritongate up` serves unless it is told otherwise."""
-    process = UpProcess()
+    process = UpProcess(compiled=True)
     try:
         yield process.wait_ready()
         assert process.stop() == 0

@@ -1,6 +1,7 @@
 """`tritongate up` as a process: how the end-to-end tests reach everything behind one command."""
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -37,11 +38,17 @@ def aborted(status: int | None, log: str) -> bool:
 
 
 class UpProcess(Command):
-    """One run of `tritongate up` and its addresses."""
+    """One run of `tritongate up` and its addresses.
+
+    Args:
+        arguments: its own.
+        command: the program.
+        compiled: for tests that only read answers, which come in less time then: see `SLOW_MODELS`.
+    """
 
     python = sys.executable
 
-    def __init__(self, *arguments: str, command: Path = TRITONGATE) -> None:
+    def __init__(self, *arguments: str, command: Path = TRITONGATE, compiled: bool = False) -> None:
         self.port, http, grpc, metrics = free_ports(4)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.kserve_http = f"http://127.0.0.1:{http}"
@@ -51,6 +58,7 @@ class UpProcess(Command):
         ports["--metrics-port"] = metrics
         flags = [text for name, port in ports.items() for text in (name, str(port))]
         variables = {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"}
+        variables |= {"CC": os.environ.get("CC", "")} if compiled else {}
         super().__init__(command, "up", *flags, *arguments, env=variables)
 
     def wait_ready(self, timeout_s: float = START_S) -> Self:
