@@ -20,7 +20,7 @@ from tests.processes import command_of
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 REPLICAS = 2
-CLIENTS = 64
+CLIENTS = 36
 TOKENS = 120
 """Of the shortest answer."""
 FEW_CLIENTS, MANY_TOKENS = 9, 700
