@@ -252,6 +252,9 @@ def test_a_call_follows_reasoning() -> None:
 
 PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "weather", " ", "\n", "{", "}", "<"]
 
+BEGUN = {"glm45": r"<tool_call>\s*weather", "mistral": r"\[TOOL_CALLS\]\s*weather\s*\{"}
+"""What is a call, although these parts have no arguments that end."""
+
 
 @given(
     text=st.lists(st.sampled_from(PARTS), max_size=30).map("".join),
@@ -261,10 +264,9 @@ PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "weath
 def test_nothing_is_lost_and_cuts_do_not_matter(style: str, text: str, cuts: list[int]) -> None:
     whole = read(text, style)
     assert whole == read(text, style, cuts)
-    if style == "glm45" and re.search(r"<tool_call>\s*weather", text):
-        return  # a call without arguments
-    assert whole[1] == text
-    assert not whole[2]
+    if not re.search(BEGUN.get(style, "$^"), text):
+        assert whole[1] == text
+        assert not whole[2]
 
 
 WRITTEN = {
