@@ -64,7 +64,7 @@ def families_server(folder: Path) -> Iterator[Families]:
     write_checkpoint(folder / CALLER, says=f"get_weather\n{CALLED}")
     models = [word for name in NAMES for word in ("--model", str(folder / name))]
     logits = ("--contract", f"{LOGITS}=logits", "--logits-bytes", str(LIMIT))
-    with UpProcess(*models, *logits, "--device", "cpu", "--dtype", "float32", compiled=True) as up:
+    with UpProcess(*models, *logits, "--device", "cpu", "--dtype", "float32") as up:
         up.wait_ready(READY_S)
         with openai.OpenAI(base_url=f"{up.base_url}/v1", api_key="-", max_retries=0) as sdk:
             yield Families(up, sdk, folder, references, tensors)
