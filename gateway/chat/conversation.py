@@ -256,8 +256,8 @@ def _turns(messages: Sequence[Message], tools: ToolForm, offer: ToolOffer | None
 
 
 ANSWERED_TWICE: Final = "this call was answered before"
-NO_CALL: Final = "a tool message must answer a tool call of the assistant message before it"
-NO_RESULT: Final = "an assistant message that calls tools must be followed by a tool message for each call"
+NO_CALL: Final = "a tool's result must answer a call that the assistant made just before it"
+NO_RESULT: Final = "an assistant that calls tools must be answered with a result for each call"
 
 
 def _observations(caller: Message | None, results: Sequence[Message]) -> list[Turn]:

@@ -117,7 +117,7 @@ def test_a_conversation_that_ends_with_an_answer_is_chatglm3s_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat_format", "why"), [("chatglm2", "has no tools"), ("chatglm3", "must answer a tool call")]
+    ("chat_format", "why"), [("chatglm2", "has no tools"), ("chatglm3", "must answer a call")]
 )
 def test_a_tool_message_without_a_call_is_refused(chat_format: str, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why) as refused:
