@@ -84,11 +84,15 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What starts the real Triton, each server once for all tests that share it, and waits for a third of its time, beside what
-# computes. CI sets COVERAGE: what serves end to end are child processes, which are not counted.
+# First what needs no server, a third of which is waiting. Then what starts the real Triton, each server once for all tests that
+# share it; that goes on whatever the first showed. CI sets COVERAGE, of the first alone: what serves end to end are child
+# processes, which are not counted.
 COVERAGE :=
 test: check
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder $(COVERAGE)
+	status=0; \
+	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 4 --dist worksteal $(COVERAGE) || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 4 --dist loadgroup --no-loadscope-reorder || status=$$?; \
+	exit $$status
 
 # The gateway, the wire and the model's text, without torch, without processes, without thousands of requests: 210 seconds of a
 # processor, so about a minute on four cores that are free and two on two.

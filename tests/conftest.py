@@ -3,7 +3,6 @@
 import functools
 import gc
 import importlib
-import itertools
 import os
 import re
 from importlib.util import find_spec
@@ -41,10 +40,6 @@ collect_ignore = [] if os.environ.get("TEST_VLLM") else ["vllm"]
 
 _ALL_E2E = re.compile(rb"^pytestmark = (\[\s*)?pytest\.mark\.e2e\b", re.MULTILINE)
 
-TESTS = Path(__file__).parent
-PAGE = TESTS / "page"
-"""Its tests share a browser, and so are one group."""
-
 SHARED_SERVERS = (
     "up",
     "patient",
@@ -62,27 +57,19 @@ SHARED_SERVERS = (
 
 LONGEST = (
     "up",
-    "gateway/process/test_workers.py",
-    "mix",
-    "gateway/process/test_handover.py",
-    "patient",
-    "page",
-    "triton_models/embedded/test_repair.py",
-    "e2e/test_model_control.py",
-    "fleet",
     "demo_up",
+    "mix",
     "families",
-    "e2e/test_replicas.py",
-    "gateway/process/test_server.py",
-    "scripted",
-    "gateway/triton/test_on_demand.py",
-    "triton_models/engine/kernels/test_ops_cuda.py",
-    "deploy/test_stack.py",
+    "test_failures.py",
+    "test_environment.py",
     "foreign",
-    "triton_models/embedded/test_process_end.py",
-    "triton_models/embedded/test_signals.py",
+    "test_replicas.py",
+    "patient",
+    "fleet",
+    "test_stack.py",
+    "test_repair.py",
 )
-"""Groups that take the longest, in their order: those that begin last are waited for."""
+"""Groups that take over a minute, the longest first: those that begin last are waited for."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -99,51 +86,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests by the server that they share, others by their file: for `--dist loadgroup`.
 
     Each server is started once then, and not once for each of xdist's processes. Groups begin in the order of
     their first tests (`--no-loadscope-reorder`).
     """
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
-    if _grouped(config):
-        _mix(items)
-
-
-def _group_of(item: pytest.Item) -> str:
-    if PAGE in item.path.parents and not _end_to_end(item):
-        return PAGE.name
-    fixtures = getattr(item, "fixturenames", ())
-    own = vars(item.module) if isinstance(item, pytest.Function) else {}
-    shared = [name for name in SHARED_SERVERS if name in fixtures and name not in own]
-    return "_".join(shared) or str(item.path.relative_to(TESTS))
-
-
-def _mix(items: list[pytest.Item]) -> None:
-    """Spread what starts servers, and waits for a third of its time, among what computes.
-
-    The longest of both kinds begin first. Of those that start servers the last begin when there is still
-    enough else to do until they end.
-    """
-    weights: dict[bool, dict[str, int]] = {True: {}, False: {}}
+        fixtures = getattr(item, "fixturenames", ())
+        own = vars(item.module) if isinstance(item, pytest.Function) else {}
+        shared = [name for name in SHARED_SERVERS if name in fixtures and name not in own]
+        item.add_marker(pytest.mark.xdist_group("_".join(shared) or item.path.name))
     order = {name: place for place, name in enumerate(LONGEST)}
-    for item in sorted(items, key=lambda item: order.get(_group(item), len(order))):
-        weights[_end_to_end(item)].setdefault(_group(item), 4 if _group(item) in order else 1)
-    places: dict[str, float] = {}
-    for end_to_end, kind in weights.items():
-        whole = sum(kind.values()) / (0.8 if end_to_end else 1.0)
-        before = itertools.accumulate(kind.values(), initial=0)
-        places |= {name: begin / whole for name, begin in zip(kind, before, strict=False)}
-    items.sort(key=lambda item: (places[_group(item)], _group(item)))
-
-
-def _grouped(config: pytest.Config) -> bool:
-    return getattr(config.option, "loadgroup", False)  # set in the processes of xdist only
-
-
-def _end_to_end(item: pytest.Item) -> bool:
-    return item.get_closest_marker("e2e") is not None
+    items.sort(key=lambda item: order.get(_group(item), len(order)))
 
 
 def _group(item: pytest.Item) -> str:
@@ -158,8 +113,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     Without groups of xdist the tests come in the order of their files: servers then last until the run ends.
     """
-    last = nextitem is not None and _group(item) != _group(nextitem)
-    if not (last and _end_to_end(item) and _grouped(item.config)):
+    grouped = getattr(item.config.option, "loadgroup", False)
+    if not grouped or nextitem is None or _group(item) == _group(nextitem):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     runtestprotocol(item, nextitem=None)
@@ -169,7 +124,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what all the tests' modules brought, torch's included, out of every later garbage collection."""
-    if _grouped(session.config):
+    if getattr(session.config.option, "loadgroup", False):  # set in the processes of xdist only
         assert all("@" in item.nodeid for item in session.items), "pytest and pytest-xdist lost the groups"
     gc.freeze()
     gc.enable()
