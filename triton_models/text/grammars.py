@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import takewhile
 from typing import Final, Protocol, TypeVar
@@ -199,10 +199,14 @@ class GrammarMask:
     ) -> list[TokenMaskError | None]:
         """Continue all masks, each after its token, in one call; return the error of each, or None."""
         told = [(mask.matcher, token_id) for mask, token_id in zip(masks, token_ids, strict=True)]
-        if (thread := _thread()) is not None:
-            taken = thread.consume_token_par(told)
-        else:
-            taken = [matcher.consume_token(token_id) for matcher, token_id in told]
+        with ExitStack() as noting:
+            # It is unknown whose failure it is.
+            for grammar in {id(mask.grammar): mask.grammar for mask in masks}.values():
+                noting.enter_context(grammar.noting_failure())
+            if (thread := _thread()) is not None:
+                taken = thread.consume_token_par(told)
+            else:
+                taken = [matcher.consume_token(token_id) for matcher, token_id in told]
         errors: list[TokenMaskError | None] = []
         for mask, token_id, right in zip(masks, token_ids, taken, strict=True):
             mask.note(token_id)

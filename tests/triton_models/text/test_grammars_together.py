@@ -64,3 +64,18 @@ def test_of_masks_filled_or_told_at_once_only_the_broken_one_fails(walker: Walke
     first, second, third = GrammarMask.fill_all(masks, Words(walker.tokenizer.size, 3), range(3))
     assert (first, third) == (None, None)
     assert str(second).startswith("the answer cannot go on by its grammar")
+
+
+def test_after_a_failure_among_several_no_grammar_of_theirs_is_used_again(
+    walker: Walker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def consume_token_par(self, told: object) -> list[bool]:
+            raise RuntimeError
+
+    compiled = [walker.grammars.compile(Grammar("regex", f"[a-z]{{{number}}}")) for number in (8, 8, 9)]
+    masks = [each.mask() for each in compiled]
+    monkeypatch.setattr(grammars, "_thread", Failing)
+    with pytest.raises(RuntimeError):
+        GrammarMask.accept_all(masks, [walker.allowed(mask)[0] for mask in masks])
+    assert all(each.spent for each in compiled)
