@@ -1,11 +1,9 @@
 """Tritons as `deploy/kubernetes` has them: the same command, restrictions included, ended by SIGTERM."""
 
-import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import yaml
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.deploy.compose_stack import _TRITONSERVER
-from tests.e2e.up_process import GOLDEN, RESTARTS, aborted, slowed
+from tests.e2e.up_process import GOLDEN, RESTARTS, aborted
 from tests.ports import free_ports
 from tests.processes import Command
 
@@ -102,14 +100,6 @@ class ManifestTriton:
                 return bool(stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=20).ready)
             except grpc.RpcError:
                 return False
-
-    @contextlib.contextmanager
-    def slowed(self) -> Iterator[None]:
-        """Leave the processor to what starts meanwhile: clients without a pause take all of it else."""
-        assert self._command is not None
-        (stub,) = [each for each in self._command.tree() if each.name() == "triton_python_backend_stub"]
-        with slowed(stub):
-            yield
 
     def stop(self) -> float:
         """End it by SIGTERM, as an orchestrator does; return the seconds that it took."""

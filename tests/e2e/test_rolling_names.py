@@ -93,20 +93,17 @@ async def test_all_are_replaced_one_after_the_other(
         await load.answers(20)
         # It ends as it vanishes: what runs there comes to its end, nothing new goes there.
         resolver.records["triton"] = [second.grpc]
-        with second.slowed():
-            await asyncio.to_thread(first.stop)
+        await asyncio.to_thread(first.stop)
         await load.answers(20)
         # Its address is known long before it serves.
-        with second.slowed():
-            third.start()
-            resolver.records["triton"] = [second.grpc, third.grpc]
-            await asyncio.to_thread(third.wait_ready)  # this loop is the gateway's, too
-            await until(lambda: third.grpc in {r.upstream for r in upstream.replicas() if r.state == "ready"})
+        third.start()
+        resolver.records["triton"] = [second.grpc, third.grpc]
+        await asyncio.to_thread(third.wait_ready)  # this loop is the gateway's, too
+        await until(lambda: third.grpc in {r.upstream for r in upstream.replicas() if r.state == "ready"})
         resolver.records["triton"] = OSError("the resolver is down meanwhile")
         await load.answers(20)
         resolver.records["triton"] = [third.grpc]
-        with third.slowed():
-            await asyncio.to_thread(second.stop)
+        await asyncio.to_thread(second.stop)
         await load.answers(20)
         await load.end()
         assert load.failures == []
