@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.e2e.up_process import ABORTED
-from tests.processes import alive
+from tests.processes import alive, wait_ended
 from tests.triton_models.embedded.conftest import MODEL
 from triton_models.embedded.client import TritonClient
 from triton_models.embedded.errors import ModelError
@@ -110,7 +110,7 @@ async def test_a_process_that_triton_gave_up_is_replaced(shared: Any) -> None:
             break
     else:
         pytest.fail("it was never given up")
-    assert not alive(process)
+    assert not wait_ended([process], 20), "its end is seen to, but not before another is up"
 
 
 async def test_a_model_that_somebody_unloaded_is_left_alone(shared: Any) -> None:

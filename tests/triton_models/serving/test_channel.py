@@ -51,8 +51,7 @@ def test_deltas_go_to_the_channel_and_the_rest_to_the_requests_own_stream(served
     assert own.responses[0][0] == ""
     assert (last.finish_reason, last.usage) == ("length", plain.metas[-1].usage)
     deltas = channel.deltas(7)
-    assert len(deltas) > 10
-    assert last.delivered.deltas == len(deltas)
+    assert last.delivered.deltas == len(deltas) > 1
     assert sum(tokens for _, tokens, _ in deltas) + last.tokens == 40
     assert [frame.frame for frame in channel.frames] == list(range(len(channel.frames)))
     assert last.delivered.frame >= max(frame.frame for frame in channel.frames if 7 in frame.streams)
