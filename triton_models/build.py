@@ -103,6 +103,13 @@ def _images_python() -> str:
     return found
 
 
+def _check_out(out: Path, checkpoint: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise click.UsageError(f"--out {out} is not empty")
+    if out.resolve().is_relative_to(checkpoint.resolve()):
+        raise click.UsageError(f"--out {out} is in the checkpoint's own folder")
+
+
 def _tag(_context: click.Context, _parameter: click.Parameter, tag: str) -> str:
     if not _TAG.fullmatch(tag):
         raise click.BadParameter(f"{tag!r} is no tag of an image")
@@ -173,14 +180,13 @@ def main(
     **options: Any,
 ) -> None:
     """Write a model repository that needs nothing but a stock Triton, and a Dockerfile for it."""
-    if out.exists() and any(out.iterdir()):
-        raise click.UsageError(f"--out {out} is not empty")
     if archive is not None and (python or constraints or not packed):
         raise click.UsageError(
             "--archive is used as it is: it excludes --python, --constraint, --no-environment"
         )
     try:
         folder_name, checkpoint = read_model_argument(model)
+        _check_out(out, checkpoint)
         # The directory's name may tell the format, and the copy has another.
         options["format"] = check_checkpoint(
             checkpoint, options["format"], any_type=options["engine"] == "transformers"

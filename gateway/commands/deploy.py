@@ -232,8 +232,8 @@ def _instances(_context: click.Context, _parameter: click.Parameter, given: str)
     metavar="N|MIN:MAX",
     help="number of Tritons; MIN:MAX scales them, from 0 with --keda",
 )
-@click.option("--keda", "scaler", flag_value="keda", help="scale by KEDA: running and waiting requests")
-@click.option("--hpa", "scaler", flag_value="hpa", help="scale without KEDA: waiting requests, KV pressure")
+@click.option("--keda", is_flag=True, help="scale by KEDA: running and waiting requests")
+@click.option("--hpa", is_flag=True, help="scale without KEDA: waiting requests, KV pressure")
 @click.option(
     "--prometheus",
     metavar="URL",
@@ -266,7 +266,8 @@ def _instances(_context: click.Context, _parameter: click.Parameter, given: str)
 def deploy(
     *,
     instances: tuple[int, int],
-    scaler: Scaler | None,
+    keda: bool,
+    hpa: bool,
     prometheus: str | None,
     image: str | None,
     triton_image: str | None,
@@ -278,6 +279,9 @@ def deploy(
     The secrets `gateway` and `triton` and the volume claims are yours to create: docs/kubernetes.md says how.
     """
     least, most = instances
+    if keda and hpa:
+        raise click.UsageError("Either --keda or --hpa scales the Tritons.")
+    scaler: Scaler | None = "keda" if keda else "hpa" if hpa else None
     if least == most and scaler is not None:
         raise click.UsageError(f"--{scaler} scales; give it a range, such as --instances {least}:{most + 1}")
     if least != most and scaler is None:

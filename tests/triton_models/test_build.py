@@ -181,6 +181,7 @@ def test_what_cannot_be_built_is_refused_and_leaves_nothing(
     golden = ("--model", GOLDEN / "chatglm3")
     for arguments, words in (
         ((*golden, "--out", full), "full is not empty"),
+        ((*golden, "--out", GOLDEN / "chatglm3" / "out"), "is in the checkpoint's own folder"),
         (("--model", tmp_path / "absent", *out), "absent is not a directory"),
         (("--model", tmp_path, *out), "has no config.json, so it is no checkpoint"),
         (("--model", weightless, *out), "no weights"),

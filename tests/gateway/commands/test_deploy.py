@@ -297,6 +297,7 @@ def test_files_are_replaced_and_what_is_left_is_named(tmp_path: Path) -> None:
         (("--model", "m=c", "--instances", "1:2"), "needs --keda or --hpa"),
         (("--model", "m=c", "--instances", "2:2", "--keda"), "give it a range"),
         (("--model", "m=c", "--instances", "0:2", "--hpa"), "does not scale to zero"),
+        (("--model", "m=c", "--instances", "1:2", "--keda", "--hpa"), "Either --keda or --hpa"),
         (("--model", "m=c", "--prometheus", "http://p"), "--prometheus is for --keda"),
         (("--model", "m=c", "--cpu", "much"), "'much' is no number of cores"),
         (("--model", "m=c", "--memory", "24 GB"), "'24 GB' is no amount of memory"),
