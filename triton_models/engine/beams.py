@@ -14,9 +14,11 @@ import logging
 import math
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Literal
+
+from msgspec import structs
 
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
@@ -231,7 +233,7 @@ class _Running:
                 request_id=request_id,
                 prompt_tokens=len(request.prompt_ids),
                 token_id=told.id,
-                logprobs=None if asked is None else replace(told, top=told.top[:asked]),
+                logprobs=None if asked is None else structs.replace(told, top=told.top[:asked]),
                 finish_reason=reason if at == last else None,
                 cached_tokens=first.cached_tokens if first else 0,
                 queue_seconds=first.queue_seconds if first and at == 0 else None,

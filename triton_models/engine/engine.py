@@ -306,7 +306,7 @@ class Engine:
         sequence.append(sampled.token_id)
         if sampled.token_id in params.stop_token_ids:
             self._finish(sampled, FinishReason.STOP)
-        elif sequence.generated >= sequence.max_tokens:
+        elif len(sequence.tokens) >= sequence.max_length:
             self._finish(sampled, FinishReason.LENGTH)
         else:
             self._output(sampled)
@@ -326,8 +326,8 @@ class Engine:
     def _output(self, sampled: Sampled, reason: FinishReason | None = None, error: str | None = None) -> None:
         sequence = sampled.sequence
         queue_seconds = time_to_first_token = None
-        first = sequence.generated == len(sequence.request.generated_ids) + 1
-        if sampled.token_id is not None and first and sequence.scheduled_at is not None:
+        if sampled.token_id is not None and not sequence.times_told and sequence.scheduled_at is not None:
+            sequence.times_told = True
             queue_seconds = sequence.scheduled_at - sequence.arrived_at
             time_to_first_token = self.clock() - sequence.arrived_at
         self._outputs.append(

@@ -5,9 +5,10 @@ without such requests do none of this.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import pad
 

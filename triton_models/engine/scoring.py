@@ -6,10 +6,11 @@ only one shape. Steps without such requests do none of this.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isnan
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.functional import pad
 

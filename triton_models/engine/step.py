@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -101,8 +102,7 @@ class Step:
                 sequence.move_to(SequenceState.DECODE)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """A sequence's next token, or why there is none; or what was requested of its prompt; or both."""
 
     sequence: Sequence
@@ -144,17 +144,15 @@ def sampled_tokens(step: Step, outputs: SamplerOutputs) -> list[Sampled]:
     """
     tokens, finite, allowed = outputs.status.tolist()
     logprobs = _logprobs(step.sampling, tokens, outputs)
+    followed, faults = step.followed, step.mask_faults
     results = []
     right = True
     for row, sequence in enumerate(step.sampling):
         # A row that allows nothing had no mask, or fails again as the next step's first row.
-        right = row not in step.followed or (
-            right and bool(allowed[row]) and tokens[row - 1] == step.followed[row][1]
-        )
+        right = row not in followed or (right and bool(allowed[row]) and tokens[row - 1] == followed[row][1])
         if not right:
             continue
-        fault = step.mask_faults.get(sequence.request.request_id)
-        if fault is not None:
+        if faults and (fault := faults.get(sequence.request.request_id)) is not None:
             results.append(Sampled(sequence, fault=fault, invalid=not finite[row]))
         elif not finite[row]:
             results.append(Sampled.not_finite(sequence))

@@ -2,13 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.triton_models.serving.conftest import HEARTBEAT_S, Served, Slow
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
-from triton_models.engine.sequence import TokenOutput
 from triton_models.errors import ChannelLostError, InvalidRequestError, QueueFullError
 from triton_models.serving import channel as module
 from triton_models.serving.channel import Delivery, DeltaChannel
@@ -252,7 +251,7 @@ def test_a_delta_that_cannot_be_made_ends_its_request_and_no_other(
 def test_whatever_fails_in_the_delivery_it_goes_on(serve: Callable[..., Served]) -> None:
     """Its thread once had no outermost guard: one exception silenced everybody, and nothing showed it."""
 
-    class Broken(TokenOutput):
+    class Broken:
         """Fails where nothing is known of its request yet."""
 
         @property
@@ -261,8 +260,7 @@ def test_whatever_fails_in_the_delivery_it_goes_on(serve: Callable[..., Served])
 
     served = serve(slow=True)
     channel = open_channel(served)
-    broken = object.__new__(Broken)
-    served.service._delivery.worker.put([broken])
+    served.service._delivery.worker.put([cast("Any", Broken())])
     own = served.ask(max_tokens=20, **GREEDY, **on(0)).wait()
     assert own.metas[-1].delivered.deltas == len(channel.deltas(0)) > 0
 
