@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
 ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
-RUNS_S, STANDS_S = 0.02, 0.2
+RUNS_S, STANDS_S = 0.06, 0.24
 """Of a process that is slowed."""
 UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
 """What such a server says itself; also one that gave up a stub's start (docs/internals-triton.md)."""
