@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import torch
 
-from bench import delivery, engine, gateway_delivery, serving, usual
+from bench import delivery, engine, engine_host, gateway_delivery, serving, usual
 from gateway.commands.load_rows import LoadRow, table
 
 BUILT_IN = Path(__file__).parent.parent / "triton_models" / "checkpoints" / "chatglm3-demo"
@@ -30,6 +30,9 @@ def main(what: str, model: Path, rounds: int) -> None:
         click.echo(table(LoadRow, served, leave_out={"rate", "within"}))
         click.echo()
     if what in ("delivery", "all"):
+        rows_of_engine = engine_host.measure(model, (128, 512), new_tokens=200)
+        click.echo(table(engine_host.EngineHostRow, rows_of_engine))
+        click.echo()
         click.echo(table(delivery.DeliveryRow, delivery.measure(model, (256,), new_tokens=256)))
         click.echo()
         rows_of_gateway = gateway_delivery.measure((256,), new_tokens=100)
