@@ -84,7 +84,9 @@ class DeltaChannel:
         self._task: asyncio.Task[None] | None = None
         """Opens and reads the channel, perhaps after a pause; None: it is closed."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._open = asyncio.Event()
+        self._open = False
+        self._settled = asyncio.Event()
+        """Set while it is open, and while it is not to be opened: nobody waits for it then."""
         self._opened_at = 0.0
         self._failing = False
         """Whether the latest attempt to open it has failed."""
@@ -97,11 +99,13 @@ class DeltaChannel:
     @property
     def is_open(self) -> bool:
         """Whether generations can name it."""
-        return self._open.is_set()
+        return self._open
 
     def start(self, channels: Channels) -> None:
         """Open the channel, and open it again whenever it is lost, until it is retired or closed."""
         self._channels = channels
+        if not self._open:
+            self._settled.clear()
         if self._task is None:
             self._begin(channels, pause_s=0.0)
 
@@ -109,22 +113,26 @@ class DeltaChannel:
         """Wait a moment until the channel is open.
 
         Raises:
-            TritonError: it is not; `NO_CHANNEL`.
+            TritonError: it is not, or is not to be opened any more, as its model is gone; `NO_CHANNEL`.
         """
         try:
             async with asyncio.timeout(OPEN_WAIT_S):
-                await self._open.wait()
+                await self._settled.wait()
         except TimeoutError:
             raise TritonError(Fault.NO_CHANNEL, f"not open within {OPEN_WAIT_S} s") from None
+        if not self._open:
+            raise TritonError(Fault.NO_CHANNEL, "the model went away before it was open")
 
     def retire(self) -> None:
         """Close it as soon as no generation uses it: an open channel keeps its model from being unloaded."""
         self._channels = None
+        self._settled.set()
         self._close_if_retired()
 
     async def close(self) -> None:
         """Close it now, for good."""
         self._channels = None
+        self._settled.set()
         self._end(TritonError(Fault.CLOSED, "the pool was closed"))
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -323,7 +331,8 @@ class DeltaChannel:
                 buffer.wake()
         if not self.is_open:
             self._opened_at = now
-            self._open.set()
+            self._open = True
+            self._settled.set()
         if now >= self._next_check:
             self._give_up_silent(now)
 
@@ -351,7 +360,9 @@ class DeltaChannel:
         task, self._task = self._task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        self._open.clear()
+        self._open = False
+        if self._channels is not None:
+            self._settled.clear()
         for buffer in self._buffers.values():
             buffer.fail(error)
 

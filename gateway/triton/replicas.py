@@ -49,6 +49,9 @@ _STATE_AFTER = {
 }
 """Faults of a request that put its replica in doubt, and its state until the next probe."""
 
+_BROKEN = frozenset({Fault.UNREACHABLE, Fault.CHANNEL_LOST})
+"""Faults of a connection, which may have been that of one stream, or the end of the server."""
+
 TRIAL_LIMIT = 4
 """Requests at once on a replica that came back and has answered nothing yet, if there are other replicas."""
 
@@ -188,13 +191,13 @@ class Replica:
     def suspect(self, error: TritonError) -> None:
         """Record that a request failed here, and probe it at once if that may be the replica's fault.
 
-        It stays selected if only a connection broke, which is told by the probe within milliseconds and may
-        have been that of one stream. What else failed might cost the next request its idle timeout.
+        It stays selected if only a connection broke: the probe tells within milliseconds what it was. What
+        else failed might cost the next request its idle timeout.
         """
-        state = _STATE_AFTER.get(error.fault)
+        state = None if error.fault in _BROKEN else _STATE_AFTER.get(error.fault)
         if state is not None:
-            if error.fault is not Fault.UNREACHABLE:
-                self._become(state, error.detail)
+            self._become(state, error.detail)
+        if state is not None or error.fault in _BROKEN:
             self._suspected.set()
 
     async def watch(self) -> None:

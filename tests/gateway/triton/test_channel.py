@@ -181,6 +181,26 @@ async def test_a_model_that_does_not_open_it_costs_a_moment_only(
     await until(lambda: fake.closed == 2)  # given up after the idle timeout
 
 
+async def test_nobody_waits_for_the_channel_of_a_model_that_has_gone(
+    link: DeltaChannel, fake: FakeChannels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 1000)
+    fake.silent = True
+    fake.lose()
+    await until(lambda: not link.is_open)
+    waiting = asyncio.create_task(link.opened())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    link.retire()
+    for each in (waiting, link.opened()):
+        with pytest.raises(TritonError) as raised:
+            await asyncio.wait_for(each, 20)
+        assert raised.value.fault is Fault.NO_CHANNEL
+    fake.silent = False
+    link.start(DIALECT.channels)
+    await link.opened()
+
+
 async def test_an_idle_channel_is_closed_when_its_model_retires_and_opened_when_it_is_back(
     link: DeltaChannel, fake: FakeChannels
 ) -> None:

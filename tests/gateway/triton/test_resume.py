@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from gateway.core.events import Accepted, Delta, Event, Usage
 from gateway.errors import RateLimitError, UnavailableError, UpstreamProtocolError
+from gateway.triton import channel as delta_channel
+from gateway.triton.options import HealthPolicy
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import (
@@ -25,7 +27,7 @@ from tests.gateway.triton.fake_triton import (
     reply,
     until,
 )
-from tests.gateway.triton.running import text
+from tests.gateway.triton.running import Running, text
 from wire.meta import Meta, PromptLogprob
 from wire.meta import Usage as WireUsage
 from wire.request import Generation, decode_request
@@ -101,6 +103,33 @@ async def test_a_stream_goes_on_after_the_tokens_that_came(
     assert second.seed == first.seed, "sampled on with the same random numbers"
     assert (first.generated, second.generated) == ([], [[7, 8]])
     assert observer.resumes == [("m",)]
+
+
+async def test_it_goes_on_elsewhere_as_soon_as_its_server_is_gone(
+    resuming: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost channel may be that of a lost server: it is asked at once, and nobody waits for its next one."""
+    monkeypatch.setattr(delta_channel, "OPEN_WAIT_S", 1000)
+    tritons = [await resuming(), await resuming()]
+    fakes = [FakeChannels(each.model) for each in tritons]
+    pool = await serve(*tritons, health=HealthPolicy(interval_s=1000))
+    answers = [Running(pool, seed=number) for number in range(2)]
+    await until(lambda: all(fake.own for fake in fakes))
+    for fake in fakes:
+        fake.accept(0)
+        fake.frame((0, "a"), ids=[[7]])
+    await until(lambda: all(answer.text == "a" for answer in answers))
+    # What it had is nothing to do any more, so by its load it would be chosen again.
+    fakes[0].silent = True
+    tritons[0].model.probe = refusing("tritongate:unavailable: it ends")
+    fakes[0].lose()
+    await until(lambda: len(fakes[1].own) == 2)
+    second = max(fakes[1].own)
+    fakes[1].accept(second)
+    for stream in (0, second):
+        fakes[1].finish(stream, int(stream == 0), text="b", completion_tokens=2)
+    await asyncio.wait_for(asyncio.gather(*(answer.task for answer in answers)), 60)
+    assert [answer.text for answer in answers] == ["ab", "ab"]
 
 
 async def test_choices_that_have_ended_are_not_asked_for_again(resuming: Any, serve: Serve) -> None:
