@@ -115,13 +115,11 @@ class DeltaChannel:
         Raises:
             TritonError: it is not, or is not to be opened any more, as its model is gone; `NO_CHANNEL`.
         """
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):
                 await self._settled.wait()
-        except TimeoutError:
-            raise TritonError(Fault.NO_CHANNEL, f"not open within {OPEN_WAIT_S} s") from None
         if not self._open:
-            raise TritonError(Fault.NO_CHANNEL, "the model went away before it was open")
+            raise TritonError(Fault.NO_CHANNEL, "it does not open, or its model has gone")
 
     def retire(self) -> None:
         """Close it as soon as no generation uses it: an open channel keeps its model from being unloaded."""
