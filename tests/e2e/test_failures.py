@@ -76,9 +76,10 @@ def answers(up: UpProcess) -> bool:
     return answer.usage.completion_tokens >= 1
 
 
-def endless_response(up: UpProcess, begun: threading.Event) -> list[Any]:
+def endless_response(up: UpProcess, amid: threading.Event) -> list[Any]:
     """Stream responses until one breaks; return its events, none if it was refused.
 
+    `amid` is set while text has come of one that has not ended.
     For a thread of its own: a loop that reads many streams sees an answer's text when it is over.
     """
     with openai.OpenAI(base_url=up.base_url + "/v1", api_key="unused", max_retries=0) as sdk:
@@ -97,7 +98,8 @@ def endless_response(up: UpProcess, begun: threading.Event) -> list[Any]:
             for event in stream:
                 events.append(event)
                 if event.type == "response.output_text.delta":
-                    begun.set()
+                    amid.set()
+            amid.clear()
             if events[-1].type == "response.failed":
                 return events
 
@@ -134,16 +136,16 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
         begun, dead = [asyncio.Event() for _ in range(STREAMS)], asyncio.Event()
         streams = [asyncio.create_task(endless_stream(sdk, each, dead)) for each in begun]
         with ThreadPoolExecutor(KSERVE_CLIENTS + RESPONSES) as threads:
-            until_killed.enter_context(slowed(up.stub("chatglm3")))
+            until_killed.enter_context(slowed(up.stub("chatglm3"), runs_s=0.02))
             loop = asyncio.get_running_loop()
             asking = [loop.run_in_executor(threads, endless_kserve, up) for _ in range(KSERVE_CLIENTS)]
-            answered = [threading.Event() for _ in range(RESPONSES)]
-            responses = [loop.run_in_executor(threads, endless_response, up, each) for each in answered]
+            amid = [threading.Event() for _ in range(RESPONSES)]
+            responses = [loop.run_in_executor(threads, endless_response, up, each) for each in amid]
             await asyncio.gather(*(each.wait() for each in begun))
-            await asyncio.to_thread(wait_until, lambda: all(each.is_set() for each in answered))
             served = STREAMS + RESPONSES
             await asyncio.to_thread(wait_until, lambda: up.gauge("tritongate_requests_in_flight") >= served)
             refused = asyncio.create_task(first_refusal(sdk, until=time.monotonic() + CLEAR_WITHIN_S))
+            await asyncio.to_thread(wait_until, lambda: all(each.is_set() for each in amid))
             killed = time.monotonic()
             victim.kill()
             dead.set()

@@ -28,6 +28,8 @@ TOKENS = 40
 KINDS = 9
 MEANWHILE = 2 * CLIENTS
 """Answers between two replacements."""
+PAUSE_S = 0.2
+"""Between two answers to a client: what is started meanwhile needs the processors, too."""
 WITHIN_S = 100.0
 
 
@@ -54,7 +56,7 @@ class Gateway:
 
 @dataclass
 class Load:
-    """Clients that ask without a pause, streamed and not and over both protocols of KServe."""
+    """Clients that ask again and again, streamed and not and over both protocols of KServe."""
 
     cases: list[Case]
     kserve: list[KserveCase]
@@ -71,6 +73,7 @@ class Load:
             self.running[clients] += 1
             self.results.append(await self._ask(clients, dice))
             self.running[clients] -= 1
+            await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, clients: Clients, dice: random.Random) -> Result:
         if dice.random() < 0.4:
@@ -94,6 +97,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def gateways(fleet: list[ManifestTriton]) -> Iterator[list[Gateway]]:
+    for triton in fleet:
+        triton.wait_ready()
     made: list[Gateway] = []
     try:
         made.extend(Gateway(fleet) for _ in range(2))

@@ -12,6 +12,7 @@ import pytest
 from gateway.triton.options import PoolOptions
 from gateway.triton.pool import TritonUpstream
 from tests.e2e.manifest_triton import MODEL, ManifestTriton
+from tests.e2e.test_rolling import PAUSE_S
 from tests.gateway.serving import on_socket
 from tests.gateway.triton.fake_resolver import NAME, FakeResolver
 
@@ -54,6 +55,7 @@ class Load:
             else:
                 assert chunks[-1].choices[0].finish_reason == "length"
                 self.answered += 1
+            await asyncio.sleep(PAUSE_S)
 
     async def answers(self, count: int) -> None:
         """Wait for so many more."""
@@ -83,6 +85,8 @@ async def test_all_are_replaced_one_after_the_other(
     fleet: list[ManifestTriton], third: ManifestTriton
 ) -> None:
     first, second = fleet
+    for triton in fleet:  # which may have died since, where processes did not get to run for a second
+        await asyncio.to_thread(triton.wait_ready)
     resolver = FakeResolver()
     async with gateway(resolver) as (served, upstream):
         assert (await served.http.get("/health/ready")).status_code == 503
