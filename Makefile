@@ -9,7 +9,7 @@ SBOM := .venv-sbom
 ONNX := .venv-onnx
 VLLM := .venv-vllm
 
-.PHONY: install install-dev up lock lint test tests test-fast test-clients test-page test-vllm check docs fuzz chaos bench bench-onnx bench-vllm sbom clean
+.PHONY: install install-dev up lock lint test test-fast test-clients test-page test-vllm check docs fuzz chaos bench bench-onnx bench-vllm sbom clean
 
 # The Pythons that the wheel's tritonserver has a stub for.
 PYTHON_CHECK := import sys; v = sys.version_info; v[:2] in ((3, 11), (3, 12)) or sys.exit("tritongate needs Python 3.11 or 3.12, and $(PYTHON) is %d.%d. Install one of them, such as the system packages python3.12 and python3.12-venv. Then: make up PYTHON=python3.12" % v[:2])
@@ -88,15 +88,11 @@ check: install-dev
 # share it; that goes on whatever the first showed. CI sets COVERAGE, of the first alone: what serves end to end are child
 # processes, which are not counted.
 COVERAGE :=
-tests: install-dev
+test: check
 	status=0; \
 	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 4 --dist worksteal $(COVERAGE) || status=$$?; \
 	$(BIN)/python -m pytest -m e2e --numprocesses 4 --dist loadgroup --no-loadscope-reorder || status=$$?; \
 	exit $$status
-
-# Types and style take a processor for most of a minute, and the tests leave one idle for longer than that.
-test: install-dev
-	@$(MAKE) --no-print-directory -j2 -k check tests
 
 # The gateway, the wire and the model's text, without torch, without processes, without thousands of requests: 210 seconds of a
 # processor, so about a minute on four cores that are free and two on two.
