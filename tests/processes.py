@@ -154,4 +154,7 @@ class Command:
         for process in [*left, *self.tree()]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        # What a dying tritonserver still started is nobody's child, but in its group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self._reader.join(_ANSWER_S)

@@ -4,8 +4,10 @@ import sys
 
 import psutil
 
-from tests.processes import alive, children_of, wait_ended
+from tests.processes import Command, alive, children_of, wait_ended
 
+ORPHANING = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
+"""It ends at once, and its child is nobody's."""
 WITH_CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
 
 
@@ -34,3 +36,15 @@ def test_children_are_those_at_any_depth() -> None:
         assert {process.pid for process in below} <= {process.pid for process in children_of(os.getpid())}
         parent.communicate(b"\n")
     assert not wait_ended(below, 20)
+
+
+def test_what_a_command_left_to_nobody_is_ended_with_it() -> None:
+    command = Command(sys.executable, "-c", ORPHANING)
+    command.process.wait(60)
+    while "\n" not in command.output:
+        assert command._reader.is_alive()
+    orphan = int(command.output)
+    assert alive(orphan)
+    assert orphan not in {process.pid for process in command.tree()}
+    command.close()
+    assert not wait_ended([orphan], 20)
