@@ -136,7 +136,7 @@ async def break_under_load(up: UpProcess, victim: psutil.Process) -> None:
         begun, dead = [asyncio.Event() for _ in range(STREAMS)], asyncio.Event()
         streams = [asyncio.create_task(endless_stream(sdk, each, dead)) for each in begun]
         with ThreadPoolExecutor(KSERVE_CLIENTS + RESPONSES) as threads:
-            until_killed.enter_context(slowed(up.stub("chatglm3"), runs_s=0.02))
+            until_killed.enter_context(slowed(up.stub("chatglm3")))
             loop = asyncio.get_running_loop()
             asking = [loop.run_in_executor(threads, endless_kserve, up) for _ in range(KSERVE_CLIENTS)]
             amid = [threading.Event() for _ in range(RESPONSES)]

@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 10.0
 """Ten are promised; the others are for a machine that several tests share."""
 ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
-RUNS_S, STANDS_S = 0.06, 0.24
+RUNS_S, STANDS_S = 0.02, 0.2
 """Of a process that is slowed."""
 UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
 """What such a server says itself; also one that gave up a stub's start (docs/internals-triton.md)."""
@@ -135,17 +135,16 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slowed(process: psutil.Process, *, runs_s: float = RUNS_S) -> Iterator[None]:
+def slowed(process: psutil.Process) -> Iterator[None]:
     """Let it run for moments only, until it ends or the block does.
 
-    Triton gives a model's process up that does not move for a second, which on a busy machine one does that
-    runs for less.
+    Triton gives a model's process up that does not move for a second.
     """
     over = threading.Event()
 
     def slow() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            while not over.wait(runs_s):
+            while not over.wait(RUNS_S):
                 process.suspend()
                 over.wait(STANDS_S)
                 process.resume()
