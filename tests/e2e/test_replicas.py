@@ -166,10 +166,11 @@ async def answers_despite(
     """Ask all at once, and lose one of the servers that are at it, which ends no answer until then."""
     server = servers(up)[0]
     with contextlib.ExitStack() as slow:
-        slow.enter_context(slowed(model_of(server)))
+        slow.enter_context(slowed(model_of(server), runs_s=0.06))  # it has to accept some, and to begin them
 
         async def disturb() -> None:
             await asyncio.to_thread(wait_until, lambda: server.gauge("requests_running"))
+            await asyncio.sleep(0.4)  # until the gateway has heard of it
             await asyncio.to_thread(lose, server)
             await asyncio.to_thread(slow.close)
 
