@@ -375,4 +375,4 @@ class RunningRequest(AsyncIterator[Event]):
 
 
 def _too_late() -> DeadlineError:
-    return DeadlineError("The request took longer than this gateway allows, or the client itself.")
+    return DeadlineError("The request took longer than the gateway or the client allows.")

@@ -39,7 +39,7 @@ def test_a_generation_comes_alike_whole_and_over_a_channel(client: StreamClient)
     own = client.ask(MODEL, "Who are you?", max_tokens=300, channel=where, **GREEDY)
     wait_until(lambda: channel.frames[-1].frame >= own.last.delivered.frame)
     assert channel.text(5) + own.text == whole.text
-    assert channel.deltas(5) == own.last.delivered.deltas > 1
+    assert channel.deltas(5) == own.last.delivered.deltas > 5
     assert own.last.usage == whole.last.usage
     assert [frame.frame for frame in channel.frames] == list(range(len(channel.frames)))
     channel.close()
