@@ -104,10 +104,10 @@ class Workload:
             "max_tokens": round(self.out * self._factors(name)[1]) or 1,
             "temperature": self.temperature,
             "stream": self.stream,
-            **self.also,
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
+        body |= self.also
         if self.stream:
             body["stream_options"] = {"include_usage": True}
         if self.ids is not None:

@@ -73,6 +73,9 @@ def test_a_name_always_asks_the_same() -> None:
     assert body["stream_options"] == {"include_usage": True}
     assert workload.path == "/v1/completions"
     assert Workload(url="http://x", model="m").path == "/v1/chat/completions"
+    assert body["ignore_eos"] is True
+    as_given = replace(workload, also={"ignore_eos": False, "response_format": {"type": "json_object"}})
+    assert json.loads(as_given.body("a"))["ignore_eos"] is False
 
 
 def test_lengths_may_be_as_mixed_as_those_of_real_traffic() -> None:
