@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,8 @@ TOKENS = 120
 """Of the shortest answer."""
 FEW_CLIENTS, MANY_TOKENS = 9, 700
 """One of each kind, and so long that a server that ends cannot finish them."""
-ENDS_WITHIN_S = 3.0
-"""Longer than a server that ends may still finish its requests."""
+BEGUN = 0.75
+"""Share of the answers that have begun before a server is lost; each server has half of them."""
 WITHIN_S = 100.0
 PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {
@@ -165,12 +164,13 @@ async def answers_despite(
 ) -> list[Answer]:
     """Ask all at once, and lose one of the servers that are at it, which ends no answer until then."""
     server = servers(up)[0]
+    first_token = "tritongate_time_to_first_token_seconds_count"
+    enough = up.gauge(first_token) + BEGUN * len(requests)
     with contextlib.ExitStack() as slow:
-        slow.enter_context(slowed(model_of(server), runs_s=0.06))  # it has to accept some, and to begin them
+        slow.enter_context(slowed(model_of(server)))
 
         async def disturb() -> None:
-            await asyncio.to_thread(wait_until, lambda: server.gauge("requests_running"))
-            await asyncio.sleep(0.4)  # until the gateway has heard of it
+            await asyncio.to_thread(wait_until, lambda: up.gauge(first_token) >= enough)
             await asyncio.to_thread(lose, server)
             await asyncio.to_thread(slow.close)
 
@@ -182,9 +182,9 @@ def kill_model(server: Server) -> None:
 
 
 def end_server(server: Server) -> None:
-    """End it; its model is slowed, and finishes no answer meanwhile."""
+    """End it; its model is slowed until then, and finishes no answer meanwhile."""
     server.process.terminate()
-    time.sleep(ENDS_WITHIN_S)
+    server.process.wait(WITHIN_S)
 
 
 def up_and_idle(up: UpProcess) -> bool:

@@ -135,7 +135,7 @@ def stopped(process: psutil.Process) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def slowed(process: psutil.Process, *, runs_s: float = RUNS_S) -> Iterator[None]:
+def slowed(process: psutil.Process) -> Iterator[None]:
     """Let it run for moments only, until it ends or the block does.
 
     Triton gives a model's process up that does not move for a second.
@@ -144,7 +144,7 @@ def slowed(process: psutil.Process, *, runs_s: float = RUNS_S) -> Iterator[None]
 
     def slow() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            while not over.wait(runs_s):
+            while not over.wait(RUNS_S):
                 process.suspend()
                 over.wait(STANDS_S)
                 process.resume()
