@@ -5,6 +5,7 @@ Those that need no GPU, cluster or foreign server are run besides, in `tests/e2e
 """
 
 import importlib
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -88,11 +89,11 @@ def faults_of_module(name: str = "", *words: str) -> list[str]:
 
 
 def unknown(command: click.Command, words: Iterable[str]) -> list[str]:
-    """Return the flags among `words` that a command does not have."""
+    """Return the flags among `words`, up to those for another command, that a command does not have."""
     known = options(command) | {"--help"}
     return [
         word
-        for word in words
+        for word in itertools.takewhile(lambda word: word != "--", words)
         if re.match("--[a-z]", word) and " " not in word and word.partition("=")[0] not in known
     ]
 
