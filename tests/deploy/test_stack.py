@@ -50,8 +50,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
             stack.start("prometheus")
         stack.start("triton-cpu")
         stack.start("gateway")
-        stack.wait_healthy("triton-cpu", 60)
-        stack.wait_healthy("gateway", 30)
+        stack.wait_healthy("triton-cpu", 180)
+        stack.wait_healthy("gateway", 90)
         yield stack
 
 
@@ -113,8 +113,8 @@ def lose_the_engine(stack: ComposeStack, sdk: openai.OpenAI) -> None:
             told = told_to_end(stack)
             stack.kill("triton-cpu")  # it gives the dead model its whole --exit-timeout-secs
             stack.start("triton-cpu")  # the restart policy
-            stack.wait_healthy("triton-cpu", 60)
-            stack.wait_healthy("gateway", 30)
+            stack.wait_healthy("triton-cpu", 180)
+            stack.wait_healthy("gateway", 90)
             *_, last = answer
             assert last.choices[0].finish_reason == "length"
         if told:
