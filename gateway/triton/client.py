@@ -46,8 +46,8 @@ _OPTIONS = [
 _EOF_WAIT_S = 1.0
 """How long a stream may take to end behind its final response, or an error."""
 
-_LEAVE_S = 3.0
-"""How long a model may take to end a request that it was told to cancel; then the stream is reset."""
+_LEAVE_S = 30.0
+"""How long a model, also on a busy machine, may take to end a cancelled request; then the stream is reset."""
 
 _AGAIN_S = 0.2
 """When it is told again: it may have been told before it had the request."""
@@ -355,8 +355,7 @@ class Client:
         """Let a stream end by its status, and not by a reset: its final response has come, or soon will.
 
         A stream that is reset at the moment of its final response leaves a reference to the model in
-        tritonserver 2.51: it could never be unloaded again. To proxies, resets look like an attack. Nobody
-        waits for the end, so a failure no longer matters.
+        tritonserver 2.51: it could never be unloaded again. Nobody waits for the end, so it may fail.
         """
         if call.ending is None:
             call.ending = asyncio.create_task(self._let_end(call), name="end of a stream")
@@ -376,15 +375,16 @@ class Client:
             self._drop(call)
 
     async def _tell(self, cancel: Callable[[], _Request], call: "_Call") -> None:
-        """Have the model end a request, until its stream has; raises if the model cannot be told."""
+        """Have the model end a request, until its stream has; one that is unloading ends it untold."""
         ended = asyncio.ensure_future(call.answer(call.rest, deadline=math.inf, idle_timeout_s=_LEAVE_S))
         try:
             while not ended.done():
-                # Read to its end, too: this stream must not be reset either.
                 await self.infer(cancel(), deadline=asyncio.get_running_loop().time() + _LEAVE_S)
                 await asyncio.wait({ended}, timeout=_AGAIN_S)
+        except TritonError:
+            await asyncio.wait({ended})
         finally:
-            call.grpc.cancel()  # which changes nothing if it has ended
+            call.grpc.cancel()
             await asyncio.gather(ended, return_exceptions=True)
 
     def _drop(self, call: "_Call") -> None:

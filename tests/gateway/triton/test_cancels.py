@@ -172,18 +172,24 @@ async def test_a_model_that_does_not_end_it_in_time_has_the_stream_reset(
     await until(lambda: triton.resets == 1)
 
 
-async def test_a_model_that_cannot_be_told_has_the_stream_reset_at_once(
-    triton: FakeTriton, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "_LEAVE_S", 60.0)
+async def test_a_model_that_is_unloading_ends_its_streams_itself(triton: FakeTriton, serve: Serve) -> None:
     pool = await serve(triton)
-    triton.model.answer = hanging(accepted())
+    goes_on = asyncio.Event()
+
+    async def answer(_request: Any, _context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        await goes_on.wait()
+        yield finished()
+
+    triton.model.answer = answer
     events = pool.generate(generation())
     await anext(events)
     triton.model.state = "UNLOADING"
     await events.aclose()
-    await until(lambda: triton.resets == 1)
-    assert triton.told == []
+    await asyncio.sleep(0.3)
+    goes_on.set()
+    await until(lambda: not triton.running)
+    assert (triton.told, triton.resets) == ([], 0)
 
 
 async def test_a_closed_pool_waits_for_no_model(
