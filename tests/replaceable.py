@@ -1,9 +1,7 @@
 """`tritongate serve` that is replaced by SIGUSR2: whichever process it is by now."""
 
 import asyncio
-import contextlib
 import json
-import os
 import re
 import signal
 import sys
@@ -72,6 +70,7 @@ class ReplaceableGateway(Command):
 
     def close(self) -> None:
         """End it at once, whichever process it is."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        self._kill_group()
         super().close()

@@ -44,13 +44,13 @@ _OPTIONS = [
 ]
 
 _EOF_WAIT_S = 1.0
-"""How long a stream may take to end behind its final response, or an error."""
+"""How long a caller waits for a stream's end behind its final response, or an error."""
 
 _LEAVE_S = 30.0
-"""How long a model, also on a busy machine, may take to end a cancelled request; then the stream is reset."""
+"""How long a stream that is cancelled or over may take to end, also on a busy machine; then it is reset."""
 
 _AGAIN_S = 0.2
-"""When it is told again: it may have been told before it had the request."""
+"""When a model is first told again to cancel: it may have been told before it had the request."""
 
 _CERTIFICATES_S = 1.0
 """Seconds between two looks at the files of certificates."""
@@ -66,7 +66,6 @@ _UNLOADED = "unloaded"
 
 FINAL = "triton_final_response"
 WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
-
 
 _Request: TypeAlias = service_pb2.ModelInferRequest
 Cancel: TypeAlias = Callable[[_Request], _Request]
@@ -324,7 +323,7 @@ class Client:
                 if response.outputs:
                     yield response
             # A cancellation that comes now, as of a client that reads no further, does not reach the stream.
-            await asyncio.shield(self._end_of(call))
+            await asyncio.wait({self._end_of(call)}, timeout=_EOF_WAIT_S)
 
     async def infer(
         self, request: _Request, *, deadline: float, headers: Headers = ()
@@ -368,7 +367,7 @@ class Client:
         try:
             with contextlib.suppress(TritonError):
                 if call.final or cancel is None:
-                    await call.answer(call.rest, deadline=math.inf, idle_timeout_s=_EOF_WAIT_S)
+                    await call.answer(call.rest, deadline=math.inf, idle_timeout_s=_LEAVE_S)
                 else:
                     await self._tell(cancel, call)
         finally:
@@ -377,10 +376,11 @@ class Client:
     async def _tell(self, cancel: Callable[[], _Request], call: "_Call") -> None:
         """Have the model end a request, until its stream has; one that is unloading ends it untold."""
         ended = asyncio.ensure_future(call.answer(call.rest, deadline=math.inf, idle_timeout_s=_LEAVE_S))
+        again = Backoff(_AGAIN_S, _LEAVE_S)
         try:
             while not ended.done():
                 await self.infer(cancel(), deadline=asyncio.get_running_loop().time() + _LEAVE_S)
-                await asyncio.wait({ended}, timeout=_AGAIN_S)
+                await asyncio.wait({ended}, timeout=again.next())
         except TritonError:
             await asyncio.wait({ended})
         finally:

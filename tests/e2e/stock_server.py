@@ -12,7 +12,7 @@ import httpx
 
 from tests.e2e.up_process import GOLDEN, metric
 from tests.ports import free_ports
-from tests.processes import Command, answers
+from tests.processes import START_S, Command, answers
 from triton_models.embedded.installation import find_installation
 from triton_models.entries import ModelEntry, write_entry
 
@@ -21,9 +21,6 @@ CONFIG = """backend: "python"
 parameters {{ key: "checkpoint" value {{ string_value: "{checkpoint}" }} }}
 version_policy {{ specific {{ versions: [1, 2] }} }}
 """
-
-_GIVEN_UP_S = 100.0
-"""Several times what a start takes while other processes run tests."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def stock_server(
     temporary: Path,
     backends: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    ready_s: float = _GIVEN_UP_S,
+    ready_s: float = START_S,
     flags: Sequence[str] = (),
 ) -> Iterator[StockServer]:
     """Run a server from when it says that it is ready until the block ends.
@@ -122,6 +119,8 @@ def stock_server(
         with server:
             local = "127.0.0.1:{}".format
             yield StockServer(local(grpc), local(http), local(metrics), prefix)
+            status = server.process.poll()
+            assert status is None, f"it ended by itself: {status}\n{server.output}"
     finally:
         for region in Path("/dev/shm").glob(f"{prefix}*"):  # noqa: S108 - as above
             region.unlink(missing_ok=True)

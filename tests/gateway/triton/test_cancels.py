@@ -118,6 +118,27 @@ async def test_clients_that_leave_at_any_moment_reset_nothing(triton: FakeTriton
     assert triton.resets == 0
 
 
+async def test_a_stream_that_ends_late_behind_its_final_response_is_not_reset(
+    triton: FakeTriton, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_EOF_WAIT_S", 0.02)
+    pool = await serve(triton)
+    ends = asyncio.Event()
+
+    async def answer(_request: Any, _context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        yield finished()
+        await ends.wait()
+
+    triton.model.answer = answer
+    await collect(pool, generation())  # which does not wait for it for long
+    assert triton.running
+    await asyncio.sleep(0.3)
+    ends.set()
+    await until(lambda: not triton.running)
+    assert triton.resets == 0
+
+
 async def test_what_is_left_unread_is_read_until_the_stream_ends(triton: FakeTriton, serve: Serve) -> None:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
         yield accepted()
@@ -201,7 +222,7 @@ async def test_a_closed_pool_waits_for_no_model(
     await leave(pool)
     await until(lambda: bool(triton.told))
     await asyncio.wait_for(pool.close(), 30)
-    await until(lambda: triton.resets == 1)
+    await until(lambda: triton.resets >= 1)  # one that tells may be on its way, too
 
 
 async def test_a_foreign_model_is_cancelled_by_its_stream(
