@@ -85,13 +85,14 @@ check: install-dev
 	$(BIN)/mypy
 
 # First what needs no server, a third of which is waiting. Then what starts the real Triton, each server once for all tests that
-# share it; that goes on whatever the first showed. CI sets COVERAGE, of the first alone: what serves end to end are child
+# share it; that goes on whatever the first showed, with fewer workers, each of which has several processes: Triton gives up a
+# model's process that does not get to run for a second. CI sets COVERAGE, of the first alone: what serves end to end are child
 # processes, which are not counted.
 COVERAGE :=
 test: check
 	status=0; \
 	$(BIN)/python -m pytest -m 'not e2e' --numprocesses 4 --dist worksteal $(COVERAGE) || status=$$?; \
-	$(BIN)/python -m pytest -m e2e --numprocesses 4 --dist loadgroup --no-loadscope-reorder || status=$$?; \
+	$(BIN)/python -m pytest -m e2e --numprocesses 3 --dist loadgroup --no-loadscope-reorder || status=$$?; \
 	exit $$status
 
 # The gateway, the wire and the model's text, without torch, without processes, without thousands of requests: 210 seconds of a

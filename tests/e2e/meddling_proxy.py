@@ -17,9 +17,10 @@ _STREAM = "ModelStreamInfer"
 
 
 class MeddlingProxy(grpc.GenericRpcHandler):
-    """Passes every call on as bytes. Belongs to the event loop that it is started in."""
+    """Passes every call on as bytes. Belongs to the event loop that it is made and started in."""
 
     def __init__(self, upstream: str) -> None:
+        self._loop = asyncio.get_running_loop()
         self._channel = grpc.aio.insecure_channel(upstream)
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((self,))
@@ -38,7 +39,10 @@ class MeddlingProxy(grpc.GenericRpcHandler):
         await self._channel.close()
 
     def reset_channels(self) -> None:
-        """Reset every open channel, as a proxy does that limits how long a stream may last."""
+        """Reset every open channel, as a proxy does that limits how long a stream lasts; from any thread."""
+        self._loop.call_soon_threadsafe(self._reset_all)
+
+    def _reset_all(self) -> None:
         self._reset.set()
         self._reset = asyncio.Event()
 
