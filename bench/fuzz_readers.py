@@ -21,7 +21,7 @@ from gateway.kserve.contracts import SIGNATURES, InferRequest, read_questions
 from gateway.kserve.history import Shape, encode_history, parse_flat, parse_history
 from gateway.kserve.http import read_infer_request
 from gateway.kserve.logits import read_prompts, read_texts
-from gateway.triton.channel import DeltaBuffer
+from gateway.triton.buffer import DeltaBuffer
 from gateway.triton.dialects import tensors
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, read

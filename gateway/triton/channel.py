@@ -16,21 +16,16 @@ import contextvars
 import logging
 import math
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from time import perf_counter
 
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.telemetry.tracing import Headers
+from gateway.triton.buffer import DeltaBuffer
 from gateway.triton.client import Backoff, Cancel, Client, remaining_s
-from gateway.triton.dialects.base import (
-    AnswerDelta,
-    ChannelDecoder,
-    Channels,
-    ModelReport,
-    Response,
-)
+from gateway.triton.dialects.base import ChannelDecoder, Channels, ModelReport, Response
 from gateway.triton.errors import Fault, TritonError
 from wire.channel import Frame
 from wire.meta import Delivered
@@ -41,18 +36,15 @@ _log = logging.getLogger(__name__)
 OPEN_WAIT_S = 5.0
 """How long a generation waits for the channel to open before its backend counts as unavailable."""
 
-BUFFER_LIMIT_BYTES = 2**20
-"""Limit of what a client may leave unread, per choice: some ten thousand deltas. Beyond it the answer is
-given up."""
-
-_DELTA_BYTES = 100
-"""Roughly the memory that a delta takes in addition to its text and its document."""
-
-_RESPONSES_LIMIT = 8
-"""Responses of a request's own stream that are read ahead: those with log-probabilities are large."""
-
 _STEADY_S = 5.0
 """The loss of a channel that was open for longer does not count as another failed attempt."""
+
+_LONG_S = 0.002
+"""Readers that write for less than this are never behind."""
+
+_SPARE = 0.25
+"""They are behind if the next frame comes before this share of the time that they wrote for has passed. They
+are then told of it as late as that: what comes meanwhile is written together."""
 
 _KEPT_FAULTS = {Fault.CLOSED, Fault.STUB_DEAD}
 """Faults passed on as they are, because they say more than `CHANNEL_LOST`."""
@@ -81,6 +73,14 @@ class DeltaChannel:
         self._buffers: dict[int, DeltaBuffer] = {}
         self._finishing: dict[DeltaBuffer, int] = {}
         """Those that wait for a frame, with its number."""
+        self._fresh: dict[DeltaBuffer, None] = {}
+        """Those with deltas of which their readers do not know yet."""
+        self._holding: asyncio.TimerHandle | None = None
+        """Will tell them."""
+        self._written_at = 0.0
+        """When readers had last written all that they were told of, by `perf_counter`."""
+        self._writing_s = 0.0
+        """How long they took for that."""
         self._task: asyncio.Task[None] | None = None
         """Opens and reads the channel, perhaps after a pause; None: it is closed."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -203,6 +203,7 @@ class DeltaChannel:
             for number in buffer.numbers:
                 del self._buffers[number]
             self._finishing.pop(buffer, None)
+            self._fresh.pop(buffer, None)
             self._close_if_retired()
 
     def lose(self, channel_id: str, error: TritonError) -> None:
@@ -314,7 +315,7 @@ class DeltaChannel:
             raise TritonError(Fault.CHANNEL_LOST, f"frame {frame.frame} came after {self.last_frame}")
         self.last_frame = frame.frame
         now = self._loop.time()
-        buffers, metas = self._buffers, frame.metas
+        buffers, metas, fresh = self._buffers, frame.metas, self._fresh
         ids = frame.ids
         for place, (stream, text, tokens) in enumerate(
             zip(frame.streams, frame.texts, frame.tokens, strict=True)
@@ -324,6 +325,8 @@ class DeltaChannel:
                 document = metas.get(place) if metas else None
                 details = None if document is None else bytes(document)
                 buffer.put(stream, text, tokens, details, now, ids=ids[place] if ids else ())
+                fresh[buffer] = None
+        self._tell_or_hold()
         for buffer, number in self._finishing.items():
             if number <= frame.frame:
                 buffer.wake()
@@ -333,6 +336,31 @@ class DeltaChannel:
             self._settled.set()
         if now >= self._next_check:
             self._give_up_silent(now)
+
+    def _tell_or_hold(self) -> None:
+        """Have what came be written: at once, or with the next frames where readers do not keep up with them.
+
+        Each frame is one turn of the loop, in which all its readers write. Frames that come faster than that
+        would wait in ever longer queues, since nobody looks for the next one meanwhile.
+        """
+        if not self._fresh or self._holding is not None:
+            return
+        spare_s = _SPARE * self._writing_s
+        if self._writing_s > _LONG_S and perf_counter() - self._written_at < spare_s:
+            self._holding = self._loop.call_later(spare_s, self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._holding = None
+        for buffer in self._fresh:
+            buffer.wake()
+        self._fresh.clear()
+        self._loop.call_soon(self._note_written, perf_counter())  # behind their tasks
+
+    def _note_written(self, since: float) -> None:
+        self._written_at = perf_counter()
+        self._writing_s = self._written_at - since
 
     def _give_up_silent(self, now: float) -> None:
         """End generations for which nothing has come for too long; checked four times per timeout."""
@@ -366,135 +394,3 @@ class DeltaChannel:
 
     def _extra(self) -> dict[str, str]:
         return {"model": self._model, "upstream": self._client.address}
-
-
-class DeltaBuffer:
-    """Joins an answer's two sources: deltas from a delta channel, and responses on the request's own stream.
-
-    The generation takes both out at its client's pace. Deltas are put in without waiting, up to a limit, as
-    the channel serves others, too; the reader of the own stream waits for room. Belongs to the event loop's
-    thread; one task takes, any task may put.
-
-    Args:
-        numbers: the numbers of its choices on the channel, in order.
-        now: the time on the event loop's clock, in seconds.
-    """
-
-    def __init__(self, numbers: range, now: float) -> None:
-        self.numbers = numbers
-        self.own: asyncio.Task[None] | None = None
-        """Reads the own stream; cancelled beyond the limit, as the task that takes may be at its client's."""
-        self.received = [0] * len(numbers)
-        """Number of deltas received for each choice, whether taken or not."""
-        self.deltas: list[AnswerDelta] = []
-        """Those to be taken, in order."""
-        self.responses: deque[Response] = deque()
-        """Those of the request's own stream that are to be taken, in order."""
-        self._ended = False
-        self._limit_bytes = BUFFER_LIMIT_BYTES * len(numbers)
-        self._bytes = 0
-        self._heard = now
-        self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None
-        """What the task that takes waits for, or last waited for."""
-        self._room: asyncio.Future[None] | None = None
-        """What the reader of the request's own stream waits for."""
-
-    def put(
-        self,
-        number: int,
-        text: str,
-        tokens: int,
-        document: bytes | None,
-        now: float,
-        *,
-        ids: Sequence[int] = (),
-    ) -> None:
-        """Put in a choice's delta from the channel; ignored after a failure, when nobody would take it."""
-        if self._error is not None:
-            return
-        index = number - self.numbers.start
-        self.received[index] += 1
-        self._heard = now
-        self._bytes += _DELTA_BYTES + len(text) + (0 if document is None else len(document))
-        self.deltas.append((index, text, tokens, ids, document))
-        if self._bytes > self._limit_bytes:
-            detail = f"over {self._limit_bytes} bytes of an answer were left unread"
-            self.fail(TritonError(Fault.UNREAD, detail))
-            if self.own is not None:
-                self.own.cancel()
-        self.wake()
-
-    async def put_response(self, response: Response, now: float) -> None:
-        """Put in a response from the request's own stream, and wait until there is room for another."""
-        self._heard = now
-        self.responses.append(response)
-        self.wake()
-        if len(self.responses) >= _RESPONSES_LIMIT:
-            self._room = asyncio.get_running_loop().create_future()
-            try:
-                await self._room
-            finally:
-                self._room = None
-                self._heard = asyncio.get_running_loop().time()
-
-    def silent_s(self, now: float) -> float:
-        """Return for how many seconds nothing has come; 0 while it is the client that is waited for."""
-        return 0.0 if self._room is not None else now - self._heard
-
-    def end(self) -> None:
-        """Note that the request's own stream has ended."""
-        self._ended = True
-        self.wake()
-
-    def fail(self, error: Exception) -> None:
-        """End the answer: whoever takes gets `error` after everything before it. The first error counts."""
-        if self._error is None:
-            self._error = error
-            self.wake()
-
-    def take_deltas(self) -> list[AnswerDelta]:
-        """Return the deltas received since the last call, in order; perhaps none."""
-        deltas, self.deltas = self.deltas, []
-        self._bytes = 0
-        return deltas
-
-    def take_response(self) -> Response:
-        """Return the next response of the request's own stream; there is one."""
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-        return self.responses.popleft()
-
-    def check(self) -> None:
-        """Raise the error with which the answer failed, if it did."""
-        if self._error is not None:
-            raise self._error
-
-    async def more(self) -> bool:
-        """Wait until something is put in; False if nothing will be. Call it only when everything was taken.
-
-        Raises:
-            TritonError: the answer failed.
-        """
-        if self._error is not None:  # not by `check`, and below not by `changed`: every token passes here
-            raise self._error
-        if self._ended:
-            return False
-        self._reader = asyncio.get_running_loop().create_future()
-        await self._reader
-        return True
-
-    async def changed(self) -> None:
-        """Wait until something is put in, or `wake` is called.
-
-        Raises:
-            TritonError: the answer failed.
-        """
-        self.check()
-        self._reader = asyncio.get_running_loop().create_future()
-        await self._reader
-
-    def wake(self) -> None:
-        """Make the waiting task, if any, look again."""
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)

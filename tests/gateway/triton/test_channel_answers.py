@@ -13,7 +13,7 @@ from gateway.core.request import PlainText, Turns
 from gateway.core.upstream import Tokenization
 from gateway.errors import DeadlineError, InvalidRequestError, UnavailableError, UpstreamProtocolError
 from gateway.triton import channel as delta_channel
-from gateway.triton.channel import DeltaBuffer
+from gateway.triton.buffer import DeltaBuffer
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import (
     FakeTriton,

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.core.events import Accepted, Delta
 from gateway.errors import ClientGoneError, UnavailableError, UpstreamProtocolError
+from gateway.triton import buffer
 from gateway.triton import channel as delta_channel
 from tests.gateway.triton.fake_channel import FakeChannels
 from tests.gateway.triton.fake_triton import FakeTriton, generation, refusing, reply, until
@@ -236,7 +237,7 @@ async def test_closing_a_generation_cancels_its_own_call_and_not_the_channel(
 async def test_a_slow_reader_stalls_nobody_and_is_given_up_beyond_a_bound(
     triton: FakeTriton, fake: FakeChannels, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_channel, "BUFFER_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(buffer, "BUFFER_LIMIT_BYTES", 1000)
     pool = await serve(triton)
     slow = await started(pool, fake)  # and from here on the client reads nothing
     fast, number = await send(pool, fake)
