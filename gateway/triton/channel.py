@@ -46,6 +46,9 @@ _SPARE = 0.25
 """They are behind if the next frame comes before this share of the time that they wrote for has passed. They
 are then told of it as late as that: what comes meanwhile is written together."""
 
+_LONGEST_S = 0.05
+"""No frame is kept for longer: whatever held the loop up may have been there once."""
+
 _KEPT_FAULTS = {Fault.CLOSED, Fault.STUB_DEAD}
 """Faults passed on as they are, because they say more than `CHANNEL_LOST`."""
 
@@ -345,7 +348,7 @@ class DeltaChannel:
         """
         if not self._fresh or self._holding is not None:
             return
-        spare_s = _SPARE * self._writing_s
+        spare_s = min(_SPARE * self._writing_s, _LONGEST_S)
         if self._writing_s > _LONG_S and perf_counter() - self._written_at < spare_s:
             self._holding = self._loop.call_later(spare_s, self._tell)
         else:
