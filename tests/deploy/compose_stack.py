@@ -18,7 +18,7 @@ from typing import Any, Self
 import psutil
 
 from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, read_env
-from tests.e2e.up_process import RESTARTS
+from tests.e2e.up_process import RESTARTS, starved
 from tests.ports import free_ports
 from tests.processes import START_S, alive, children_of
 from tests.tied import tied
@@ -108,7 +108,7 @@ class ComposeStack:
         restarts = 0
         while (done := self.healthy(name)).returncode != 0:
             said = done.stdout + done.stderr + self.log(name)
-            if restarts < RESTARTS and self._processes[name].poll() is not None:
+            if restarts < RESTARTS and starved(self._processes[name].poll(), said):
                 restarts += 1
                 self.start(name)  # the restart policy
             assert self._processes[name].poll() is None, said

@@ -12,7 +12,7 @@ import yaml
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.deploy.compose_stack import _TRITONSERVER
-from tests.e2e.up_process import GOLDEN, RESTARTS
+from tests.e2e.up_process import GOLDEN, RESTARTS, starved
 from tests.ports import free_ports
 from tests.processes import START_S, Command
 
@@ -86,7 +86,7 @@ class ManifestTriton:
         restarts = 0
         while not self.is_ready():
             assert self._command is not None
-            if restarts < RESTARTS and self._command.process.poll() is not None:
+            if restarts < RESTARTS and starved(self._command.process.poll(), self._command.output):
                 restarts += 1
                 self.start()  # as the kubelet does
             assert self._command.process.poll() is None, self._command.output

@@ -94,8 +94,9 @@ async def test_nothing_is_lost_while_a_gateway_is_replaced(gateway: ReplaceableG
     await clients.close()
     lost = [result for result in load.results if result.ending is not Ending.ANSWERED]
     assert [result for result in lost if not is_late(result)] == []
-    # All have one channel, whose calls fail together until it has connected again.
-    assert len(lost) <= TIMES * CLIENTS
+    # All have one channel, whose calls fail together until it has connected again: once a replacement.
+    answered = [each.ending is Ending.ANSWERED for each in load.results if each.manner is Manner.KSERVE]
+    assert [well for well, _ in itertools.groupby(answered)].count(False) <= TIMES
     assert set(statuses) == {200}
     manners = {result.manner for result in load.results}
     assert manners == {Manner.STREAMS, Manner.WAITS, Manner.KSERVE, Manner.KSERVE_HTTP}

@@ -26,9 +26,17 @@ ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lo
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
 RUNS_S, STANDS_S = 0.02, 0.2
 """Of a process that is slowed."""
+UNCAUGHT = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
+"""What such a server says itself; also one that gave up a stub's start (docs/internals-triton.md)."""
+GIVEN_UP = "Triton has given this process up"
+"""What a stub says that did not get to run for a second while it started."""
 RESTARTS = 2
-"""By the tests, of a server that ends before it is ready, as an orchestrator does: Triton (2.51) gives up a
-stub that does not get to run for a second, and may abort over its end (docs/internals-triton.md)."""
+"""By the tests, of a server that ended so before it was ready, as something else does in production."""
+
+
+def starved(status: int | None, log: str) -> bool:
+    """Whether a tritonserver with this status ended since it gave a stub up: only a new start helps."""
+    return (status == -signal.SIGABRT and UNCAUGHT in log) or (status is not None and GIVEN_UP in log)
 
 
 class UpProcess(Command):

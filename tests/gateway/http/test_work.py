@@ -15,7 +15,7 @@ from tests.gateway.fake_upstream import FakeUpstream, Script, say
 from tests.gateway.serving import in_process
 
 STREAMS = 8
-CALLS_PER_TOKEN = 26.5
+CALLS_PER_TOKEN = 26.2
 """Of functions of ours, each resumption of a coroutine or generator among them. A frame has all STREAMS."""
 
 _OURS = str(Path(gateway.__file__).parent)
