@@ -49,6 +49,7 @@ class CudaOperations:
             device=model.device,
         )
         self._arrivals = new_arrivals(model.device)
+        self._unit = torch.ones((), device=model.device)
         self._tile = queries_per_tile(model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype))
 
     def begin(self, layout: StepLayout) -> None:
@@ -126,14 +127,14 @@ class CudaOperations:
     def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""
         product = self._product(inputs, matrix, norm)
-        return _library_product(inputs, matrix, norm) if product is None else product
+        return matrix(_normed(inputs, norm)) if product is None else product
 
     def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
         """Add `matrix(inputs)` to `hidden` in place, and return it."""
         if self._product(inputs, matrix, None, residual=hidden) is not None:
             return hidden
         if isinstance(matrix, QuantisedLinear | TiledLinear) or matrix.bias is not None:
-            return hidden.add_(_library_product(inputs, matrix, None))
+            return hidden.add_(matrix(inputs))
         return torch.addmm(hidden, inputs, matrix.weight.T, out=hidden)
 
     def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
@@ -162,27 +163,26 @@ class CudaOperations:
             x = _normed(inputs, norm)
             return tiled_linear(x, matrix, arrivals=arrivals, residual=residual, gated=gated)
         if isinstance(matrix, Fp8Linear):
-            if rows > FP8_ROWS:
-                return None
-            quantised = quantise_rows(inputs, norm)
-            return fp8_linear(quantised, matrix, arrivals=arrivals, residual=residual, gated=gated)
+            return self._fp8_product(inputs, matrix, norm, residual, gated=gated)
         if rows > MAX_ROWS or isinstance(matrix, QuantisedLinear):
             return None
         x = _normed(inputs, norm)
         return linear(x, matrix.weight, matrix.bias, arrivals=arrivals, residual=residual, gated=gated)
 
+    def _fp8_product(
+        self, inputs: Tensor, matrix: Fp8Linear, norm: Norm | None, residual: Tensor | None, *, gated: bool
+    ) -> Tensor | None:
+        few = len(inputs) <= FP8_ROWS
+        if not few and (len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE):
+            return None
+        x = quantise_rows(inputs, norm)
+        if few:
+            return fp8_linear(x, matrix, arrivals=self._arrivals, residual=residual, gated=gated)
+        return scaled_product(x, matrix, unit=self._unit, residual=residual, gated=gated)
+
 
 def _normed(inputs: Tensor, norm: Norm | None) -> Tensor:
     return inputs if norm is None else norm_rows(inputs, norm.weight, norm.epsilon, norm.bias)
-
-
-def _library_product(inputs: Tensor, matrix: Linear, norm: Norm | None) -> Tensor:
-    """Return `matrix(inputs)` by a library's product: of weights of 8 bits if it can, or of wide ones."""
-    if isinstance(matrix, Fp8Linear) and not (
-        len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE
-    ):
-        return scaled_product(quantise_rows(inputs, norm), matrix)
-    return matrix(_normed(inputs, norm))
 
 
 def _sm_count(device: torch.device) -> int:

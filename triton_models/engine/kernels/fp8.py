@@ -1,8 +1,11 @@
 """Products with weights of float8_e4m3fn: the rows of `x` are rounded to that, too, and multiplied in 8 bits.
 
-As in `kernels.linear`, every program multiplies a tile of weight rows with the rows of `x`, K may be split
-among programs, and a row's result depends on that row alone. Scales are applied to float32 sums. More rows
-than `MAX_ROWS` are for a library's product.
+Few rows get a kernel of ours. As in `kernels.linear`, every program multiplies a tile of weight rows with
+the rows of `x`, K may be split among programs, and a row's result depends on that row alone. Scales are
+applied to float32 sums.
+
+More rows than `MAX_ROWS` are for a library's product. It may keep sums in fewer bits than float32 has, as
+matrix units do by themselves; that is little beside the rounding of `x` to 8 bits (bench/LOG.md).
 """
 
 from dataclasses import replace
@@ -13,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.elementwise import norm_row, norm_warps
-from triton_models.engine.kernels.linear import Tiling, combine, launch, splits_for
+from triton_models.engine.kernels.elementwise import norm_row, norm_warps, swiglu
+from triton_models.engine.kernels.linear import Tiling, combine, finish, launch, splits_for
 from triton_models.engine.models import Norm
 from triton_models.engine.quantised import Fp8Linear
 
-MAX_ROWS: Final = 64
+MAX_ROWS: Final = 32
 """Most rows of `x`: with more, the library's product is faster (bench/LOG.md)."""
 
 _TILING = Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4)
@@ -26,6 +29,10 @@ _MIN_ROWS = 16
 """The fewest rows that the matrix units take."""
 _WARPS = 8
 """Of a row that is rounded to 8 bits."""
+_SCALED_ROWS = 384
+"""The fewest rows for which the library's product with scales of rows is the faster one."""
+_SCALED_BLOCK = 1024
+_HOPPER = (9, 0)
 
 
 def tiling_for(outputs: int) -> Tiling:
@@ -44,7 +51,7 @@ def fp8_linear(
 ) -> Tensor:
     """Return `matrix(x)`; or add it to `residual` in place; or, gated, silu(gate) * up of it.
 
-    Compiled as `kernels.linear.linear` is, for 16, 32 or 64 rows.
+    Compiled as `kernels.linear.linear` is, for 16 or 32 rows.
 
     Args:
         x: [M, K] from `quantise_rows`, M at most `MAX_ROWS`.
@@ -89,23 +96,78 @@ def fp8_linear(
     return out
 
 
-def scaled_product(x: tuple[Tensor, Tensor], matrix: Fp8Linear) -> Tensor:
-    """Return `matrix(x)` by the library: [M, K] gives [M, N].
+def scaled_product(
+    x: tuple[Tensor, Tensor],
+    matrix: Fp8Linear,
+    *,
+    unit: Tensor,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return what `fp8_linear` returns, by the library's product, of any number of rows.
+
+    The library knows scales of rows, but has one kernel for them, which is for many rows. For fewer it is
+    asked for a product without scales, which are applied in a launch after it.
 
     Args:
         x: from `quantise_rows`.
-        matrix: of a model in bfloat16; N and K are multiples of 16, as the library needs.
+        matrix: its rows and columns are multiples of 16, as the library needs.
+        unit: 1, in float32, on the device.
+        residual: as in `fp8_linear`.
+        gated: as in `fp8_linear`.
     """
-    numbers, scales = x
-    product: Tensor = torch._scaled_mm(  # noqa: SLF001 - its only name
+    numbers, x_scales = x
+    rows = len(numbers)
+    if rows >= _SCALED_ROWS and _knows_rows(numbers.device):
+        scales = x_scales[:, None], matrix.scales[None, :]
+        product = _library(numbers, matrix, scales, matrix.dtype, matrix.bias)
+        if residual is not None:
+            return residual.add_(product)
+        return swiglu(product) if gated else product
+    # bfloat16 has room for sums without scales.
+    product = _library(numbers, matrix, (unit, unit), torch.bfloat16, None)
+    outputs = product.shape[1] // 2 if gated else product.shape[1]
+    out = residual
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=matrix.dtype, device=numbers.device)
+    _scale[rows, triton.cdiv(outputs, _SCALED_BLOCK)](
+        product,
+        x_scales,
+        matrix.scales,
+        matrix.bias,
+        out,
+        rows,
+        OUTPUTS=outputs,
+        BLOCK=_SCALED_BLOCK,
+        GATED=gated,
+        ADD=residual is not None,
+    )
+    return out
+
+
+def _library(
+    numbers: Tensor,
+    matrix: Fp8Linear,
+    scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    scale_a, scale_b = scales
+    product: Tensor = torch._scaled_mm(  # noqa: SLF001 - its oldest name, with which scales keep their shapes
         numbers,
         matrix.weight.T,
-        scale_a=scales[:, None],
-        scale_b=matrix.scales[None, :],
-        bias=matrix.bias,
-        out_dtype=matrix.dtype,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=bias,
+        out_dtype=dtype,
+        use_fast_accum=True,
     )
     return product
+
+
+def _knows_rows(device: torch.device) -> bool:
+    """Return whether scales of rows work: on Hopper. Others had faults (PyTorch's issues 177651, 192707)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == _HOPPER
 
 
 def quantise_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
@@ -197,6 +259,34 @@ def _fp8(
         GATED,
         ADD,
     )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _scale(
+    product,
+    x_scales,
+    scales,
+    bias,
+    out,
+    rows,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    m = tl.program_id(0) + tl.arange(0, 1)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < OUTPUTS
+    width: tl.constexpr = OUTPUTS * (2 if GATED else 1)
+    here = product + m[:, None].to(tl.int64) * width + n[None, :]
+    x_scale = tl.load(x_scales + m)[:, None]
+    by = tl.load(scales + n, mask=inside, other=0.0)[None, :]
+    sums = tl.load(here, mask=inside[None, :], other=0.0).to(tl.float32) * (by * x_scale)
+    up_sums = sums
+    if GATED:
+        by = tl.load(scales + OUTPUTS + n, mask=inside, other=0.0)[None, :]
+        up_sums = tl.load(here + OUTPUTS, mask=inside[None, :], other=0.0).to(tl.float32) * (by * x_scale)
+    finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
 
 
 @triton.jit

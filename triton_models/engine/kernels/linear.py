@@ -274,7 +274,7 @@ def combine(
     `sums`, and gated `up_sums`: [BLOCK_M, BLOCK_N] float32, of rows `m` and outputs `n`; `tile`: its number.
     """
     if SPLITS == 1:
-        _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+        finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
     else:
         block = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         stored = (m < rows)[:, None]
@@ -297,11 +297,11 @@ def combine(
                 if GATED:
                     up_partial = partial + other * size + part_size
                     up_sums += tl.load(up_partial, mask=stored, other=0.0, cache_modifier=".cg")
-            _finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+            finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
 
 
 @triton.jit
-def _finish(
+def finish(
     sums, up_sums, bias, out, m, n, rows, OUTPUTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
     """Write a tile of `out`: the sums with the bias, if any, gated, or added to what `out` holds."""

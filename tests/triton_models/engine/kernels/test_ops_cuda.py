@@ -193,11 +193,6 @@ def test_products_of_normed_inputs(
         pytest.skip("needs a GPU with products of 8-bit numbers")
     for name in ("MAX_ROWS", "TILED_ROWS", "FP8_ROWS"):
         monkeypatch.setattr(ops_cuda, name, most)
-    if device.type != "cuda":
-        # The library's, which is for GPUs.
-        monkeypatch.setattr(
-            ops_cuda, "scaled_product", lambda x, by: by((x[0].float() * x[1][:, None]).bfloat16())
-        )
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
     )
