@@ -34,7 +34,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     registers.
     """
     if dtype in (torch.float16, torch.bfloat16):
-        return PrefillConfig(rows=64, keys=64, warps=4, stages=3)
+        return PrefillConfig(rows=64, keys=64, warps=4, stages=2)
     return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // padded(head_dim))), warps=8, stages=2)
 
 
@@ -97,7 +97,7 @@ def prefill_attention(
     _, block_size, kv_heads, _ = keys.shape
     config = config or prefill_config(head_dim, queries.dtype)
     group = query_heads // kv_heads
-    _prefill[kv_heads, tiles.shape[0]](
+    _prefill[tiles.shape[0], kv_heads](
         queries,
         keys,
         values,
@@ -193,8 +193,8 @@ def _prefill(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    tiles += tl.program_id(1) * 4
+    tiles += tl.program_id(0) * 4
+    kv_head = tl.program_id(1)
     table_row, first_row = tl.load(tiles), tl.load(tiles + 1)
     offset, count = tl.load(tiles + 2), tl.load(tiles + 3)
 
