@@ -1,6 +1,7 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from triton_models.engine.kernels.attention_prefill import (
 from triton_models.engine.kernels.elementwise import gelu, rotate_store, swiglu
 from triton_models.engine.kernels.elementwise import norm as norm_rows
 from triton_models.engine.kernels.fp8 import MAX_ROWS as FP8_ROWS
-from triton_models.engine.kernels.fp8 import fp8_linear, quantise_rows, scaled_product
+from triton_models.engine.kernels.fp8 import fp8_linear, gated_rows, quantise_rows, scaled_product
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
 from triton_models.engine.kernels.tiles import MAX_ROWS as TILED_ROWS
 from triton_models.engine.kernels.tiles import TILE, TiledLinear, tiled_linear
@@ -146,6 +147,16 @@ class CudaOperations:
         """Return GELU of `matrix(inputs)`."""
         return gelu(self.linear(inputs, matrix, norm=norm))
 
+    def feed_forward(
+        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, gated: bool, add: bool
+    ) -> Tensor:
+        """Return `down` of the activated `up` of the normed `hidden`, and add it to `hidden` if asked to."""
+        if gated and _by_library(up, len(hidden)) and _by_library(down, len(hidden)):
+            x = gated_rows(quantise_rows(hidden, norm), up, unit=self._unit)
+            return scaled_product(x, down, unit=self._unit, residual=hidden if add else None)
+        activated = (self.linear_swiglu if gated else self.linear_gelu)(hidden, up, norm=norm)
+        return self.add_linear(hidden, activated, down) if add else self.linear(activated, down)
+
     def _product(
         self,
         inputs: Tensor,
@@ -172,13 +183,21 @@ class CudaOperations:
     def _fp8_product(
         self, inputs: Tensor, matrix: Fp8Linear, norm: Norm | None, residual: Tensor | None, *, gated: bool
     ) -> Tensor | None:
-        few = len(inputs) <= FP8_ROWS
-        if not few and (len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE):
-            return None
-        x = quantise_rows(inputs, norm)
-        if few:
+        rows = len(inputs)
+        if rows <= FP8_ROWS:
+            x = quantise_rows(inputs, norm)
             return fp8_linear(x, matrix, arrivals=self._arrivals, residual=residual, gated=gated)
-        return scaled_product(x, matrix, unit=self._unit, residual=residual, gated=gated)
+        if _by_library(matrix, rows):
+            x = quantise_rows(inputs, norm)
+            return scaled_product(x, matrix, unit=self._unit, residual=residual, gated=gated)
+        return None
+
+
+def _by_library(matrix: Linear, rows: int) -> TypeGuard[Fp8Linear]:
+    """Return whether the library multiplies so many rows in 8 bits."""
+    if not isinstance(matrix, Fp8Linear) or rows <= FP8_ROWS:
+        return False
+    return not (len(matrix.weight) % _FP8_MULTIPLE or matrix.columns % _FP8_MULTIPLE)
 
 
 def _normed(inputs: Tensor, norm: Norm | None) -> Tensor:

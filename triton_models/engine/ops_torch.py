@@ -50,6 +50,13 @@ class PlainMath:
         """Return GELU of `matrix(inputs)`, in its form with tanh."""
         return gelu(self.linear(inputs, matrix, norm=norm), approximate="tanh")
 
+    def feed_forward(
+        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, gated: bool, add: bool
+    ) -> Tensor:
+        """Return `down` of the activated `up` of the normed `hidden`, and add it to `hidden` if asked to."""
+        activated = (self.linear_swiglu if gated else self.linear_gelu)(hidden, up, norm=norm)
+        return self.add_linear(hidden, activated, down) if add else self.linear(activated, down)
+
 
 class HostOperations(PlainMath):
     """What `StepOperations` without kernels of a GPU have in common: no tiles from the host, and no state."""

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.elementwise import norm_row, norm_warps, swiglu
+from triton_models.engine.kernels.elementwise import norm_row, norm_warps, silu_times, swiglu
 from triton_models.engine.kernels.linear import Tiling, combine, finish, launch, splits_for
 from triton_models.engine.models import Norm
 from triton_models.engine.quantised import Fp8Linear
@@ -32,6 +32,8 @@ _WARPS = 8
 _SCALED_ROWS = 384
 """The fewest rows for which the library's product with scales of rows is the faster one."""
 _SCALED_BLOCK = 1024
+_GATE_WARPS = 16
+_NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _HOPPER = (9, 0)
 
 
@@ -116,23 +118,18 @@ def scaled_product(
         residual: as in `fp8_linear`.
         gated: as in `fp8_linear`.
     """
-    numbers, x_scales = x
-    rows = len(numbers)
-    if rows >= _SCALED_ROWS and _knows_rows(numbers.device):
-        scales = x_scales[:, None], matrix.scales[None, :]
-        product = _library(numbers, matrix, scales, matrix.dtype, matrix.bias)
+    product, scaled = _product(x, matrix, unit)
+    if scaled:
         if residual is not None:
             return residual.add_(product)
         return swiglu(product) if gated else product
-    # bfloat16 has room for sums without scales.
-    product = _library(numbers, matrix, (unit, unit), torch.bfloat16, None)
-    outputs = product.shape[1] // 2 if gated else product.shape[1]
+    rows, outputs = len(product), product.shape[1] // (1 + gated)
     out = residual
     if out is None:
-        out = torch.empty((rows, outputs), dtype=matrix.dtype, device=numbers.device)
+        out = torch.empty((rows, outputs), dtype=matrix.dtype, device=product.device)
     _scale[rows, triton.cdiv(outputs, _SCALED_BLOCK)](
         product,
-        x_scales,
+        x[1],
         matrix.scales,
         matrix.bias,
         out,
@@ -143,6 +140,36 @@ def scaled_product(
         ADD=residual is not None,
     )
     return out
+
+
+def gated_rows(x: tuple[Tensor, Tensor], matrix: Fp8Linear, *, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `quantise_rows(scaled_product(x, matrix, gated=True))`, without a launch and a copy between."""
+    product, scaled = _product(x, matrix, unit)
+    rows, outputs = len(product), product.shape[1] // 2
+    numbers = torch.empty((rows, outputs), dtype=torch.float8_e4m3fn, device=product.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=product.device)
+    _gate_rows[(rows,)](
+        product,
+        None if scaled else x[1],
+        matrix.scales,
+        numbers,
+        scales,
+        OUTPUTS=outputs,
+        BLOCK=triton.next_power_of_2(outputs),
+        NARROW=_NARROW[matrix.dtype],
+        num_warps=_GATE_WARPS,
+    )
+    return numbers, scales
+
+
+def _product(x: tuple[Tensor, Tensor], matrix: Fp8Linear, unit: Tensor) -> tuple[Tensor, bool]:
+    """Return a product, and whether it has its scales and bias; without them it is in bfloat16."""
+    numbers, x_scales = x
+    if len(numbers) >= _SCALED_ROWS and _knows_rows(numbers.device):
+        scales = x_scales[:, None], matrix.scales[None, :]
+        return _library(numbers, matrix, scales, matrix.dtype, matrix.bias), True
+    # bfloat16 has room for sums without scales.
+    return _library(numbers, matrix, (unit, unit), torch.bfloat16, None), False
 
 
 def _library(
@@ -290,6 +317,40 @@ def _scale(
 
 
 @triton.jit
+def _gate_rows(
+    product,
+    x_scales,
+    scales,
+    numbers,
+    gated_scales,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    inside = n < OUTPUTS
+    here = product + row * (2 * OUTPUTS) + n
+    gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(here + OUTPUTS, mask=inside, other=0.0).to(tl.float32)
+    if x_scales is not None:
+        x_scale = tl.load(x_scales + row)
+        gate *= tl.load(scales + n, mask=inside, other=0.0) * x_scale
+        up *= tl.load(scales + OUTPUTS + n, mask=inside, other=0.0) * x_scale
+    part = silu_times(gate.to(NARROW), up.to(NARROW)).to(tl.float32)
+    store_row(part, numbers + row * OUTPUTS, gated_scales + row, n, OUTPUTS)
+
+
+@triton.jit
+def store_row(part, numbers, scale_at, k, KEYS: tl.constexpr):
+    """Store a float32 row, zeros from `KEYS` on, as numbers of 8 bits, and the scale that they are times."""
+    most = tl.max(tl.abs(part))
+    scale = tl.where(most == 0, 1.0, most / 448)
+    tl.store(scale_at, scale)
+    tl.store(numbers + k, (part / scale).to(numbers.dtype.element_ty), mask=k < KEYS)
+
+
+@triton.jit
 def _quantise_rows(x, weight, bias, eps, numbers, scales, KEYS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -300,7 +361,4 @@ def _quantise_rows(x, weight, bias, eps, numbers, scales, KEYS: tl.constexpr, BL
     if weight is not None:
         # Rounded as a norm that is stored, so that its product is the same.
         part = norm_row(part, weight, bias, eps, k, KEYS).to(x.dtype.element_ty).to(tl.float32)
-    most = tl.max(tl.abs(part))
-    scale = tl.where(most == 0, 1.0, most / 448)
-    tl.store(scales + row, scale)
-    tl.store(numbers + row * KEYS + k, (part / scale).to(numbers.dtype.element_ty), mask=k < KEYS)
+    store_row(part, numbers + row * KEYS, scales + row, k, KEYS)

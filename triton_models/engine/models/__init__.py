@@ -135,12 +135,14 @@ class Operations(Protocol):
         """Return `hidden + matrix(inputs)`: [T, N] and [T, K] give [T, N]."""
         ...
 
-    def linear_swiglu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
-        """Return silu(first half) * second half of `matrix(inputs)`; no bias: [T, K] gives [T, N / 2]."""
-        ...
+    def feed_forward(
+        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, gated: bool, add: bool
+    ) -> Tensor:
+        """Return `down(activated)`, plus `hidden` if `add`: [T, width], of `hidden`, [T, width].
 
-    def linear_gelu(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
-        """Return GELU of `matrix(inputs)`, in its form with tanh: [T, K] gives [T, N]."""
+        `activated` is GELU, in its form with tanh, of `up` of the normed `hidden`; gated, with P the product,
+        it is silu(first half of P) * second half of P, and `up` has no bias.
+        """
         ...
 
 

@@ -213,9 +213,15 @@ class Decoder:
         return operations.linear(hidden, self.head, norm=self.final_norm)
 
     def _feed_forward(self, layer: DecoderLayer, hidden: Tensor, operations: Operations) -> Tensor:
-        activate = operations.linear_swiglu if self.config.gated else operations.linear_gelu
-        activated = activate(hidden, layer.up, norm=layer.feed_forward_norm)
-        return self._add(hidden, activated, layer.down, layer.output_norm, operations)
+        part = operations.feed_forward(
+            hidden,
+            layer.up,
+            layer.down,
+            norm=layer.feed_forward_norm,
+            gated=self.config.gated,
+            add=layer.output_norm is None,
+        )
+        return part if layer.output_norm is None else hidden + operations.norm(part, layer.output_norm)
 
     def _norm_heads(self, heads: Tensor, query_norm: Norm, key_norm: Norm, operations: Operations) -> None:
         """Norm the query and key heads among `heads`, [T, heads, head_dim], in place."""

@@ -8,7 +8,14 @@ from torch.nn.functional import silu
 from tests.triton_models.engine.kernels.test_linear import error, random
 from triton_models.engine.kernels import fp8
 from triton_models.engine.kernels.elementwise import norm
-from triton_models.engine.kernels.fp8 import MAX_ROWS, fp8_linear, quantise_rows, scaled_product, tiling_for
+from triton_models.engine.kernels.fp8 import (
+    MAX_ROWS,
+    fp8_linear,
+    gated_rows,
+    quantise_rows,
+    scaled_product,
+    tiling_for,
+)
 from triton_models.engine.kernels.linear import Tiling, new_arrivals
 from triton_models.engine.models import Norm
 from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear
@@ -21,8 +28,15 @@ ERROR = 8e-3
 """Of bfloat16."""
 
 
-def quantised(outputs: int, keys: int, device: torch.device, *, bias: bool = False) -> Fp8Linear:
-    matrix = Fp8Linear.empty(outputs, keys, bias=bias, dtype=torch.bfloat16, device=device)
+def quantised(
+    outputs: int,
+    keys: int,
+    device: torch.device,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Fp8Linear:
+    matrix = Fp8Linear.empty(outputs, keys, bias=bias, dtype=dtype, device=device)
     matrix.place.copy_(random(outputs, keys, dtype=torch.float32, device=device, seed=1) / 8)
     if matrix.bias is not None:
         matrix.bias.copy_(random(outputs, dtype=torch.bfloat16, device=device, seed=2))
@@ -157,6 +171,21 @@ def test_the_librarys_product_is_the_same(
     if not bias:
         gate, up = expected.chunk(2, dim=-1)
         assert error(product(gated=True), silu(gate) * up) < 3 * ERROR
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gated_rows_are_rounded_as_they_were_in_two_launches(
+    scaled: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "_SCALED_ROWS", 5 if scaled else 6)
+    unit = torch.ones((), device=device)
+    x = quantise_rows(random(5, 256, dtype=dtype, device=device))
+    matrix = quantised(2 * 200, 256, device, dtype=dtype)
+    numbers, scales = gated_rows(x, matrix, unit=unit)
+    expected, expected_scales = quantise_rows(scaled_product(x, matrix, unit=unit, gated=True))
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
 
 
 def test_a_librarys_row_with_nan_spoils_no_other(device: torch.device) -> None:

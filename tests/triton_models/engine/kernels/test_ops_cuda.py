@@ -5,6 +5,7 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +216,38 @@ def test_products_of_normed_inputs(
         assert torch.equal(product(inputs, matrix, norm=norm), result)
     assert torch.equal(inputs, kept)
     assert launches.call_count == (len(products) if form is Fp8Linear else 0)
+
+
+@pytest.mark.parametrize("form", [Linear, Fp8Linear])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("most", [64, 2])
+def test_a_feed_forward_part_is_its_products(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, form: type[Linear], most: int, *, gated: bool
+) -> None:
+    """Where the library multiplies in 8 bits, gates are rounded in the launch that makes them."""
+    if form is Fp8Linear and device.type == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs a GPU with products of 8-bit numbers")
+    monkeypatch.setattr(ops_cuda, "FP8_ROWS", most)
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
+    )
+    operations = CudaOperations(model, None, rows=1)
+    hidden = random(3, 128, dtype=torch.bfloat16, device=device)
+    up, down = (
+        form.empty(*shape, bias=False, dtype=torch.bfloat16, device=device)
+        for shape in ((256, 128), (128, 128 if gated else 256))
+    )
+    for seed, matrix in enumerate((up, down), start=1):
+        matrix.place.copy_(random(*matrix.place.shape, dtype=torch.float32, device=device, seed=seed) / 8)
+    norm = Norm(random(128, dtype=torch.float32, device=device, seed=3), None, 1e-5)
+    activate = operations.linear_swiglu if gated else operations.linear_gelu
+    expected = operations.linear(activate(hidden, up, norm=norm), down)
+    part = partial(operations.feed_forward, up=up, down=down, norm=norm, gated=gated)
+    launches = Mock(wraps=quantise_rows)
+    monkeypatch.setattr(ops_cuda, "quantise_rows", launches)
+    assert torch.equal(part(hidden, add=False), expected)
+    assert launches.call_count == (0 if form is Linear else 1 if gated and most < len(hidden) else 2)
+    assert torch.equal(part(hidden.clone(), add=True), hidden + expected)
 
 
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:
