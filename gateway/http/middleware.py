@@ -41,6 +41,7 @@ from gateway.errors import (
 )
 from gateway.http.protocol import SPARE
 from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records, RequestRecord
+from gateway.limits.admission import shutting_down
 from gateway.telemetry.metrics import UNKNOWN
 
 IGNORED_HEADER = "X-Tritongate-Ignored"
@@ -130,6 +131,13 @@ class RecordMiddleware:
             return
         try:
             await self._app(scope, receive, watched_send)
+        except asyncio.CancelledError:
+            # By the server, at the end of a drain: of what the drain itself could not end, as an unload.
+            if record.status is not None or not self._records.ended:
+                raise
+            over = shutting_down()
+            record.fail(over)
+            await error_response(over, scope["path"], record.request_id)(scope, receive, watched_send)
         except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
             failure = record.fail_unexpectedly()
             if record.status is None:

@@ -323,6 +323,11 @@ class Records:
             resources.push(record.answer)
             yield record
 
+    @property
+    def ended(self) -> bool:
+        """Whether running requests were told to end."""
+        return self._gateway.drain.phase is Phase.ENDED
+
     async def admit(self, record: RequestRecord, *, spare: bool = False) -> None:
         """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,19 @@ def test_what_outlasts_the_grace_ends_with_an_error() -> None:
         events = stream.whole()
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
         assert events[-1] == "data: [DONE]"
+        status, errors = server.end()
+        assert status == 0
+        assert "Traceback" not in errors
+
+
+def test_what_only_the_server_can_end_gets_an_error_too() -> None:
+    with running(drain_s=0.3) as server, ThreadPoolExecutor(1) as pool:
+        unload = pool.submit(httpx.post, server.url + "/v2/repository/models/glm/unload", timeout=60)
+        assert server.process.stdout is not None
+        assert server.process.stdout.readline() == "unloading glm\n"
+        server.process.send_signal(signal.SIGTERM)
+        answer = unload.result()
+        assert (answer.status_code, answer.json()) == (503, {"error": "The gateway is shutting down."})
         status, errors = server.end()
         assert status == 0
         assert "Traceback" not in errors
