@@ -29,7 +29,7 @@ _MIN_ROWS = 16
 """The fewest rows that the matrix units take."""
 _WARPS = 8
 """Of a row that is rounded to 8 bits."""
-_SCALED_ROWS = 384
+_SCALED_ROWS = 768
 """The fewest rows for which the library's product with scales of rows is the faster one."""
 _SCALED_BLOCK = 1024
 _GATE_WARPS = 16
