@@ -172,8 +172,10 @@ class TritonServer:
         if status < 0:
             return ServerError(f"the warden of tritonserver was killed by signal {-status}", transient=True)
         if (number := status - SIGNAL_STATUS) > 0:
-            uncaught = self.log.last(UNCAUGHT) if number == signal.SIGABRT else None
-            why = f": uncaught {uncaught}" if uncaught else ""
+            why = ""
+            if number == signal.SIGABRT:  # who ends itself so says why, but not always in those words
+                uncaught, said = self.log.last(UNCAUGHT), self.log.last(LINE)
+                why = f": uncaught {uncaught}" if uncaught else f": {said}" if said else ""
             return ServerError(f"tritonserver was killed by signal {number}{why}", transient=True)
         why = self.log.last(ERROR) or self.log.last(LINE) or "it said nothing"
         # Another process can take a free port after we choose it and before the server binds it.

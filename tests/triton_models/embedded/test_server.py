@@ -149,6 +149,8 @@ async def test_an_abort_names_the_exception_that_nobody_caught(
 
 async def test_other_ends_are_not_blamed_on_an_exception(end_of: Callable[[str], Awaitable[str]]) -> None:
     assert await end_of("kill -ABRT $$") == "tritonserver was killed by signal 6"
+    expected = "tritonserver was killed by signal 6: terminate called recursively"
+    assert await end_of("echo begun; echo terminate called recursively; kill -ABRT $$") == expected
     # The exception was a stub's, then.
     assert await end_of(f"{THROWN}; kill -KILL $$") == "tritonserver was killed by signal 9"
     assert await end_of("echo no library; exit 3") == "tritonserver ended with status 3: no library"
