@@ -82,7 +82,8 @@ def as_routed(scope: Scope) -> Scope:
 class RecordMiddleware:
     """Keeps the records of HTTP requests.
 
-    Any other failure becomes a 500 without a traceback here, and everything the request held is released.
+    Any other failure becomes a 500 without a traceback here, and what the server ends with a drain a 503.
+    Everything that the request held is released.
     """
 
     def __init__(self, app: ASGIApp, records: Records) -> None:
@@ -137,7 +138,8 @@ class RecordMiddleware:
                 raise
             over = shutting_down()
             record.fail(over)
-            await error_response(over, scope["path"], record.request_id)(scope, receive, watched_send)
+            async with asyncio.timeout(_LINGER_S):  # nothing else ends it any more
+                await error_response(over, scope["path"], record.request_id)(scope, receive, watched_send)
         except Exception:  # noqa: BLE001 - the request's outermost frame: the server goes on
             failure = record.fail_unexpectedly()
             if record.status is None:

@@ -50,7 +50,7 @@ class CudaOperations:
             device=model.device,
         )
         self._arrivals = new_arrivals(model.device)
-        self._unit = torch.ones((), device=model.device)
+        self._unit = torch.ones((), dtype=torch.float32, device=model.device)
         self._tile = queries_per_tile(model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype))
 
     def begin(self, layout: StepLayout) -> None:

@@ -97,7 +97,8 @@ def prefill_attention(
     _, block_size, kv_heads, _ = keys.shape
     config = config or prefill_config(head_dim, queries.dtype)
     group = query_heads // kv_heads
-    _prefill[tiles.shape[0], kv_heads](
+    # The first axis runs fastest: all heads of a long tile start before short tiles.
+    _prefill[kv_heads, tiles.shape[0]](
         queries,
         keys,
         values,
@@ -193,8 +194,8 @@ def _prefill(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    tiles += tl.program_id(0) * 4
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    tiles += tl.program_id(1) * 4
     table_row, first_row = tl.load(tiles), tl.load(tiles + 1)
     offset, count = tl.load(tiles + 2), tl.load(tiles + 3)
 

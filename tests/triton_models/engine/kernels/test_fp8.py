@@ -159,6 +159,7 @@ def test_the_librarys_product_is_the_same(
 ) -> None:
     """Whether it knows scales or not, and with all that may follow it."""
     monkeypatch.setattr(fp8, "_SCALED_ROWS", 5 if scaled else 6)
+    monkeypatch.setattr(fp8, "_SCALED_BLOCK", 32)
     x = random(5, 256, dtype=torch.bfloat16, device=device)
     matrix = quantised(96, 256, device, bias=bias)
     expected = exact(x, matrix)
@@ -186,6 +187,14 @@ def test_gated_rows_are_rounded_as_they_were_in_two_launches(
     expected, expected_scales = quantise_rows(scaled_product(x, matrix, unit=unit, gated=True))
     assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize(("capability", "knows"), [((8, 9), False), ((9, 0), True), ((12, 0), False)])
+def test_scales_of_rows_are_for_hopper(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, knows: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert fp8._knows_rows(torch.device("cuda")) is knows
 
 
 def test_a_librarys_row_with_nan_spoils_no_other(device: torch.device) -> None:
