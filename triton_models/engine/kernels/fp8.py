@@ -34,7 +34,6 @@ _SCALED_ROWS = 768
 slower one, with 1,024 the faster."""
 _SCALED_BLOCK = 1024
 _GATE_WARPS = 16
-_NARROW = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _HOPPER = (9, 0)
 
 
@@ -114,7 +113,8 @@ def scaled_product(
 
     Args:
         x: from `quantise_rows`.
-        matrix: its rows and columns are multiples of 16, as the library needs.
+        matrix: of a model in bfloat16, which has room for sums without scales; its rows and columns are
+            multiples of 16, as the library needs.
         unit: 1, in float32, on the device.
         residual: as in `fp8_linear`.
         gated: as in `fp8_linear`; without a bias.
@@ -157,27 +157,24 @@ def gated_rows(x: tuple[Tensor, Tensor], matrix: Fp8Linear, *, unit: Tensor) -> 
         scales,
         OUTPUTS=outputs,
         BLOCK=triton.next_power_of_2(outputs),
-        NARROW=_NARROW[matrix.dtype],
         num_warps=_GATE_WARPS,
     )
     return numbers, scales
 
 
 def _product(x: tuple[Tensor, Tensor], matrix: Fp8Linear, unit: Tensor) -> tuple[Tensor, bool]:
-    """Return a product, and whether it has its scales and bias; without them it is in bfloat16."""
+    """Return a product, and whether it has its scales and bias."""
     numbers, x_scales = x
-    if len(numbers) >= _SCALED_ROWS and _knows_rows(numbers.device):
+    if len(numbers) >= _SCALED_ROWS and _takes_row_scales(numbers.device):
         scales = x_scales[:, None], matrix.scales[None, :]
-        return _library(numbers, matrix, scales, matrix.dtype, matrix.bias), True
-    # bfloat16 has room for sums without scales.
-    return _library(numbers, matrix, (unit, unit), torch.bfloat16, None), False
+        return _library(numbers, matrix, scales, matrix.bias), True
+    return _library(numbers, matrix, (unit, unit), None), False
 
 
 def _library(
     numbers: Tensor,
     matrix: Fp8Linear,
     scales: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
     scale_a, scale_b = scales
@@ -187,13 +184,13 @@ def _library(
         scale_a=scale_a,
         scale_b=scale_b,
         bias=bias,
-        out_dtype=dtype,
+        out_dtype=matrix.dtype,
         use_fast_accum=True,
     )
     return product
 
 
-def _knows_rows(device: torch.device) -> bool:
+def _takes_row_scales(device: torch.device) -> bool:
     """Return whether scales of rows work: on Hopper. Others had faults (PyTorch's issues 177651, 192707)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) == _HOPPER
 
@@ -326,7 +323,6 @@ def _gate_rows(
     gated_scales,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    NARROW: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -338,7 +334,8 @@ def _gate_rows(
         x_scale = tl.load(x_scales + row)
         gate *= tl.load(scales + n, mask=inside, other=0.0) * x_scale
         up *= tl.load(scales + OUTPUTS + n, mask=inside, other=0.0) * x_scale
-    part = silu_times(gate.to(NARROW), up.to(NARROW)).to(tl.float32)
+    dtype: tl.constexpr = product.dtype.element_ty
+    part = silu_times(gate.to(dtype), up.to(dtype)).to(tl.float32)
     store_row(part, numbers + row * OUTPUTS, gated_scales + row, n, OUTPUTS)
 
 
