@@ -224,7 +224,12 @@ def main(
     engines = {}
     for count in counts:
         settings = EngineSettings(
-            max_running=256, max_batched_tokens=2048, max_context=1024, kv_blocks=8192, draft_tokens=count
+            max_running=256,
+            max_batched_tokens=2048,
+            max_context=1024,
+            block_size=64,
+            kv_blocks=2048,
+            draft_tokens=count,
         )
         engines[count] = Engine(writing, settings)
         warm_up(engines[count])

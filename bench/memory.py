@@ -17,6 +17,7 @@ from bench.engine import random_model
 from bench.gpu.checkpoint import SHAPES
 from bench.quality import NONE, quantizations_option
 from gateway.commands.load_rows import table
+from triton_models.engine.backend import choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel
 from triton_models.engine.sampling import SamplingParams
@@ -97,8 +98,14 @@ def peak(model: CausalModel, prompt: int, output: int) -> Peak:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
-    settings = EngineSettings(max_running=1, max_context=prompt + output)
-    engine = Engine(model, replace(settings, kv_blocks=-(-(prompt + output) // settings.block_size)))
+    size = choose_backend(model.device, model.dtype).block_size
+    settings = EngineSettings(
+        max_running=1,
+        max_context=prompt + output,
+        block_size=size,
+        kv_blocks=-(-(prompt + output) // size),
+    )
+    engine = Engine(model, settings)
     ids = torch.randint(model.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=output)
     engine.add(Request(request_id="alone", prompt_ids=tuple(ids), sampling=params))

@@ -9,7 +9,7 @@ import gc
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -22,6 +22,7 @@ from gateway.commands.load_rows import percentile, table
 from triton_models.checkpoint import load_model
 from triton_models.directory import detect_format
 from triton_models.embedded.models import BUILT_IN_CHECKPOINT
+from triton_models.engine.backend import choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel
 from triton_models.engine.quantised import QUANTISATIONS
@@ -218,8 +219,15 @@ def _expectations(model: CausalModel, texts: Sequence[Text]) -> Iterator[Tensor]
 
 
 def _engine(model: CausalModel, longest: int) -> Engine:
-    settings = EngineSettings(max_running=1, max_batched_tokens=LOGITS_ROWS, max_context=longest)
-    return Engine(model, replace(settings, kv_blocks=-(-longest // settings.block_size)))
+    size = choose_backend(model.device, model.dtype).block_size
+    settings = EngineSettings(
+        max_running=1,
+        max_batched_tokens=LOGITS_ROWS,
+        max_context=longest,
+        block_size=size,
+        kv_blocks=-(-longest // size),
+    )
+    return Engine(model, settings)
 
 
 def _run(engine: Engine, request: Request) -> list[TokenOutput]:

@@ -85,6 +85,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             shared=shared,
             work="bytes of logits",
         ),
+        shared=shared,
         bodies=Bodies(settings.max_held_body_bytes, shared),
         keyring=Keyring(settings.api_keys),
         sites=Sites(settings),
@@ -116,7 +117,9 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         description="OpenAI-compatible gateway for language models on NVIDIA Triton.",
         lifespan=lifespan,
         exception_handlers=error_handlers(),
-        docs_url=None,  # that page would load its scripts from another host: ours is `gateway.http.openapi`
+        # `gateway.http.openapi` has both: FastAPI's own page would load scripts from another host.
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[routes.OwnSite],

@@ -8,11 +8,14 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
@@ -32,6 +35,7 @@ from gateway.settings import (
 from gateway.settings.models import ModelSettings
 from gateway.settings.values import Scope
 from gateway.up import METRICS_PORT, plan_replicas, run_up
+from wire.flags import model_flags
 
 if TYPE_CHECKING:
     from gateway.process.listeners import Listeners
@@ -56,9 +60,14 @@ UP_DRAIN_S = 5.0
 _UP_KEY_NAME = "api-key"
 """What logs and metrics call the key of `up --api-key`."""
 UP_PORTS = {"kserve_http_port": 8000, "kserve_grpc_port": 8001}
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-_ENGINES = ("own", "transformers")
-_QUANTISATIONS = ("int8", "fp8", "int4")
+_UP_DEFAULTS = {
+    "log_level": "warning, or info with --log-format",
+    "log_format": "plain, or json with --log-level",
+    "drain_s": f"{UP_DRAIN_S:g}, which is the most",
+}
+"""What `up --help` says of settings that `up` has other defaults of."""
+_NOT_OF_UP = frozenset({"format", "memory_share", "max_waiting", "heartbeat_s", "trace_endpoint"})
+"""Options of an engine that `up` chooses itself, or has as a setting of the gateway."""
 
 
 class _CannotListen(click.ClickException):
@@ -80,17 +89,21 @@ class _Misconfigured(click.ClickException):
     exit_code = 2
 
 
-def settings_options(*, without: frozenset[str] = frozenset()) -> Callable[[F], F]:
+def settings_options(
+    *, without: frozenset[str] = frozenset(), defaults: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[F], F]:
     """Add `--config` and a flag for every setting but those in `without`.
 
-    Flags are plain text here: `gateway.settings` alone knows types and bounds.
+    `defaults` are the command's own, in words, by the names of settings. Flags are plain text here:
+    `gateway.settings` alone knows types and bounds.
     """
 
     def decorate(command: F) -> F:
         for row in reversed(list(settings_table())):
             if row.flag is None or row.name in without:
                 continue
-            default = f"default: {row.default}; " if row.default else ""
+            shown = defaults.get(row.name, row.default)
+            default = f"default: {shown}; " if shown else ""
             text = f"{row.help}  [{default}env: {row.env}]"
             if row.many:
                 command = click.option(row.flag, row.name, multiple=True, metavar="VALUE", help=text)(command)
@@ -115,6 +128,11 @@ _timeout = click.option(
     show_default=True,
     help="seconds for each of looking up, connecting and probing",
 )
+
+
+def _no_api_key(_context: click.Context, _parameter: click.Parameter, key: str | None) -> None:
+    if key is not None:
+        raise click.UsageError("`serve` has no --api-key: use --keys-file or TRITONGATE_API_KEYS")
 
 
 class _Commands(click.Group):
@@ -142,9 +160,12 @@ def main(context: click.Context) -> None:
     serves = context.invoked_subcommand in {"up", "serve"}
     if not serves and signal.getsignal(signal.SIGINT) is stop_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if context.invoked_subcommand in {"check", "models", "prompt"}:
+        # They say themselves what they find: without a handler, Python prints bare warnings.
+        logging.getLogger("gateway").addHandler(logging.NullHandler())
 
 
-@main.command()
+@main.command(short_help="Start Triton and the gateway on this machine.")
 @click.option(
     "--model",
     multiple=True,
@@ -170,43 +191,16 @@ def main(context: click.Context) -> None:
     type=click.IntRange(1),
     help="Tritons, each with all models, behind one gateway  [default: one a device]",
 )
-@click.option(
-    "--engine",
-    type=click.Choice(_ENGINES),
-    default="own",
-    show_default=True,
-    help="whose forward pass computes; that of transformers is slower, for other causal models it implements",
-)
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
-@click.option(
-    "--quantization", type=click.Choice(_QUANTISATIONS), help="weights of fewer bits, quantised while loading"
-)
-@click.option("--max-context", type=click.IntRange(32), help="tokens of prompt and answer together")
-@click.option("--max-running", type=click.IntRange(1), help="sequences in one step of an engine")
-@click.option("--max-batched-tokens", type=click.IntRange(1), help="tokens in one step of an engine")
-@click.option(
-    "--burst-tokens", type=click.IntRange(1), help="tokens in one step while enough prompts wait to fill it"
-)
-@click.option(
-    "--burst-steps",
-    type=click.IntRange(0),
-    help="consecutive steps in which a burst of prompts may run without decodes",
-)
-@click.option(
-    "--draft-tokens",
-    type=click.IntRange(0, 64),
-    help="guesses at an answer's next tokens in one step, where it repeats text or obeys a schema",
-)
-@click.option(
-    "--kv-memory-gib", type=click.FloatRange(0, min_open=True), help="memory of an engine's KV cache"
-)
+@model_flags(without=_NOT_OF_UP)
 @click.option(
     "--api-key",
     metavar="KEY",
     help="the one key of clients, with all scopes; other users of this machine can read it on the command "
     "line, but not in the variable TRITONGATE_API_KEYS or a --keys-file",
 )
-@settings_options(without=frozenset({"upstreams", "resolve_interval_s", "models", "warn_of_faults"}))
+@settings_options(
+    without=frozenset({"upstreams", "resolve_interval_s", "models", "warn_of_faults"}), defaults=_UP_DEFAULTS
+)
 def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     """Start a Triton on this machine, or several, and serve its models.
 
@@ -214,6 +208,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     its clients reach the gateway, on the ports where Triton used to be.
     """
     from gateway.process.listeners import bind_gateway, claim  # noqa: PLC0415 - as the module says, like those below
+    from gateway.process.workers import prepare  # noqa: PLC0415
     from gateway.process.workers import run as run_gateway  # noqa: PLC0415
 
     flags = {name: value for name, value in values.items() if name in Settings.model_fields}
@@ -273,7 +268,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
                 stack.callback(each.close)
             for address in filter(None, [*listeners[0].http, listeners[0].reserved]):
                 stack.enter_context(claim(address))
-            status = run_up(replicas, serve_models, sys.stdout)
+            status = run_up(replicas, serve_models, sys.stdout, meanwhile=partial(prepare, listeners))
     except ListenError as error:
         raise _CannotListen(error, settings) from None
     sys.exit(status)
@@ -314,7 +309,8 @@ def greeting(url: str, models: Sequence[str], listeners: "Listeners", settings: 
     )
 
 
-@main.command()
+@main.command(short_help="Start the gateway alone, before running Tritons.")
+@click.option("--api-key", hidden=True, expose_value=False, callback=_no_api_key)
 @settings_options()
 def serve(config: Path | None, **flags: Any) -> None:
     """Serve the models of one or many running Tritons.
@@ -334,7 +330,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     sys.exit(status)
 
 
-@main.command()
+@main.command(short_help="Say what is wrong with settings, Tritons and models.")
 @settings_options()
 @_timeout
 def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
@@ -349,7 +345,7 @@ def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
     sys.exit(0 if all(finding.ok for finding in findings) else 1)
 
 
-@main.command()
+@main.command(short_help="List the models that are served.")
 @click.argument("url", required=False)
 @click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the gateway at URL")
 @settings_options()
@@ -366,7 +362,7 @@ def models(*, url: str | None, key: str | None, config: Path | None, timeout_s: 
     click.echo(table(rows))
 
 
-@main.command()
+@main.command(short_help="Show the text and token ids a model is given.")
 @click.argument("messages", type=click.File("rb"), default="-")
 @click.option("--model", required=True, help="public name, or an alias")
 @settings_options()

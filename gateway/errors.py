@@ -59,6 +59,10 @@ class InvalidRequestError(GatewayError):
     type = "invalid_request_error"
 
 
+class NoTemplateError(InvalidRequestError):
+    """A conversation for a model whose format nobody knows."""
+
+
 class ContextLengthError(InvalidRequestError):
     """The prompt, or prompt and max_tokens together, exceed the model's context."""
 

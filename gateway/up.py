@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self, TextIO, assert_never
@@ -377,7 +378,9 @@ Serve = Callable[[Sequence[str], Ready, Callable[[], None]], int]
 """Runs the gateway in front of addresses and models until a signal, at which it calls the last argument."""
 
 
-def run_up(replicas: Sequence[Replica], serve: Serve, out: TextIO) -> int:
+def run_up(
+    replicas: Sequence[Replica], serve: Serve, out: TextIO, *, meanwhile: Callable[[], object] = lambda: None
+) -> int:
     """Run Tritons and, once one is ready, `serve` in front of all; return the process's exit status.
 
     SIGTERM and SIGINT stop Tritons that are still starting; while `serve` runs, it handles them. One that
@@ -387,6 +390,7 @@ def run_up(replicas: Sequence[Replica], serve: Serve, out: TextIO) -> int:
         replicas: the Tritons (see `plan_replicas`).
         serve: returns the exit status, above 128 where a second signal cut the drain short.
         out: where progress is shown.
+        meanwhile: called once, while the Tritons start; a signal waits until it returns.
     """
     report = Report(out)
     tritons = EmbeddedTritons(replicas, report)
@@ -394,6 +398,8 @@ def run_up(replicas: Sequence[Replica], serve: Serve, out: TextIO) -> int:
     try:
         with _interrupted(), tritons:
             tritons.start()
+            with _deferred():
+                meanwhile()
             status = serve(*tritons.wait_ready(), report.stopping)
             if status > _SIGNALLED:
                 tritons.abandon()
@@ -408,15 +414,30 @@ def run_up(replicas: Sequence[Replica], serve: Serve, out: TextIO) -> int:
     return status
 
 
+def _interrupted() -> contextlib.AbstractContextManager[None]:
+    """Have SIGTERM and SIGINT raise KeyboardInterrupt."""
+    return _handled(signal.default_int_handler)
+
+
 @contextlib.contextmanager
-def _interrupted() -> Iterator[None]:
-    """Have SIGTERM and SIGINT raise KeyboardInterrupt, unless they are ignored."""
+def _deferred() -> Iterator[None]:
+    """Have them do so at the end of the block only: an import may turn it into another exception."""
+    caught: list[int] = []
+    with _handled(lambda number, _frame: caught.append(number)):
+        yield
+    if caught:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, types.FrameType | None], object]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT so, unless they are ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+    for number, usual in before.items():
+        if usual is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, usual in before.items():
+            signal.signal(number, usual)

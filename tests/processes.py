@@ -139,6 +139,13 @@ class Command:
         assert not self.tree(), [command_of(process) for process in self.tree()]
         return status
 
+    def ended(self) -> int | None:
+        """Return its status, once it has ended and what it wrote has been read; None while it runs."""
+        status = self.process.poll()
+        if status is not None:
+            self._reader.join(_ANSWER_S)
+        return status
+
     def close(self) -> None:
         """End whatever is left, a failed test's processes included.
 

@@ -20,10 +20,11 @@ import click
 
 from triton_models.directory import check_checkpoint, find_shards
 from triton_models.embedded.errors import SetupError
-from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, read_model_argument
+from triton_models.embedded.models import NO_CONTEXT, private_arguments, read_model_argument
 from triton_models.entries import ModelEntry, write_entry
 from triton_models.environment import SUFFIX, pack
 from triton_models.errors import CheckpointError, EnvironmentPackError
+from wire.flags import model_flags
 
 TRITON = "26.07-py3"
 """The tag of NVIDIA's image, as in deploy/docker/triton.Dockerfile."""
@@ -164,7 +165,7 @@ def _packed_before(_context: click.Context, _parameter: click.Parameter, archive
     callback=_packed_before,
     help=f"an {_ARCHIVE} that was packed before",
 )
-@model_flags
+@model_flags()
 def main(
     *,
     model: str,

@@ -12,9 +12,10 @@ from typing import Any, Final
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from triton_models.options import DEVICE, Value
+from triton_models.options import DEVICE
 from triton_models.signature import DATA_TYPE, INPUTS, MAX_BATCH_SIZE, OUTPUTS
 from wire import history, names, strings
+from wire.options import Value
 from wire.request import Generation, encode_request
 
 _HEADER: Final = "# Written by triton_models/entries.py. Only the parameter `checkpoint` is required.\n"
@@ -57,7 +58,7 @@ class ModelEntry:
     """The archive or folder of the Python environment in which the stub runs (see environment.py); None: the
     server's own. `$$TRITON_MODEL_DIRECTORY` in the path stands for the entry's folder."""
     options: Mapping[str, Value | None] = field(default_factory=dict)
-    """By name (`options.OPTIONS`), with values that fit; absent ones and None are left to the engine."""
+    """By name (`wire.options.OPTIONS`), with values that fit; absent ones and None are left to the engine."""
 
     def __post_init__(self) -> None:
         """Check the values."""

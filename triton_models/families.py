@@ -7,6 +7,7 @@
   of BLOOM are of, too. Where a configuration leaves out a key, their defaults hold.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from triton_models.engine.models.decoder import Decoder, DecoderConfig
 from triton_models.engine.models.positions import Interpolation, Llama3, Rope, Yarn
 from triton_models.engine.quantised import QuantisedRows, StoredWeights
 from triton_models.errors import CheckpointError, UnsupportedArchitectureError
+
+log = logging.getLogger(__name__)
 
 _ROPE_BASE: Final = 10_000.0
 
@@ -304,7 +307,7 @@ def _native_config(path: Path, raw: Mapping[str, Any]) -> DecoderConfig:
     head_dim = numbers.size("head_dim", family.head_dim or hidden // heads)
     positions = numbers.size("max_position_embeddings")
     rope, positions = _rope(path, raw, family, head_dim, positions)
-    _refuse_windows(path, raw, family, positions)
+    positions = _seen_by_all(path, raw, family, positions)
     bias = raw.get("attention_bias")
     bias = family.interleaved if bias is None else bool(bias)  # GLM's classes have biases by default
     return DecoderConfig(
@@ -387,16 +390,21 @@ def _refuse_variants(path: Path, raw: Mapping[str, Any], family: _Family) -> Non
         refuse("mlp_bias")
 
 
-def _refuse_windows(path: Path, raw: Mapping[str, Any], family: _Family, positions: int) -> None:
-    """Refuse attention that is limited to less than the `positions` that rotations reach."""
-    window = raw.get("sliding_window")
-    if family.window is None or window is None or not raw.get("use_sliding_window", family.window):
-        return
-    if not isinstance(window, int) or window < positions:
-        raise UnsupportedArchitectureError(
-            f"{path}: sliding_window {window!r} is not supported, since it is less than the {positions}"
-            " positions"
+def _seen_by_all(path: Path, raw: Mapping[str, Any], family: _Family, positions: int) -> int:
+    """Return how many of the `positions` that rotations reach a token can have behind it and see them all.
+
+    A model whose attention is limited to a window computes as ours does as long as everything is within it.
+    """
+    if family.window is None or raw.get("sliding_window") is None:
+        return positions
+    if not raw.get("use_sliding_window", family.window):
+        return positions
+    window = ConfigNumbers(path, raw).size("sliding_window")
+    if window < positions:
+        log.warning(
+            "the context is %d tokens, the model's sliding window, of %d positions", window, positions
         )
+    return min(window, positions)
 
 
 def _rope(

@@ -1,8 +1,6 @@
-"""The options of a model: each is declared once, here, and everything else is derived from `OPTIONS`.
+"""Reads an entry's parameters in `config.pbtxt`: its options (`wire.options`), checkpoint and device.
 
-An entry's parameters in `config.pbtxt` (`read_parameters`), what `entries.py` writes there, the flags and
-environment variables of the programs that write entries, and the table in wire/README.md. Imports neither
-torch nor click, since those programs must run without the engine.
+Imports no torch: programs that write entries must run without the engine.
 """
 
 import json
@@ -14,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from triton_models.errors import EntryError
+from wire.options import OPTIONS, Value
 
-Value = int | float | str
 Options = Mapping[str, Any]
 """Values by option name: those that were set, each of its option's kind."""
 
@@ -26,194 +24,6 @@ TRITONS_OWN: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENS
 
 DEVICE: Final = re.compile(r"cpu|cuda:[0-9]{1,2}")
 """Where a model can compute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One option of the engine or of its entry."""
-
-    name: str
-    """In `config.pbtxt`; `flag` is derived from it."""
-    kind: type[int] | type[float] | type[str]
-    help: str
-    """One sentence for people who set it, with the unit."""
-    default: str
-    """What applies if it is not set, in words or as the value itself."""
-    gpu: Value | None = None
-    """The value that applies on a GPU if it is not set, where that differs."""
-    least: float | None = None
-    """The smallest value; with `least_open`, values must be over it."""
-    least_open: bool = False
-    most: float | None = None
-    """The largest value."""
-    choices: tuple[str, ...] = ()
-    """The only values, if there are any here."""
-
-    @property
-    def flag(self) -> str:
-        """The command-line flag, such as `--max-context`."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def default_text(self) -> str:
-        """What applies if it is not set, on a GPU too, for help texts and tables."""
-        return self.default if self.gpu is None else f"{self.default}; {self.gpu} on a GPU"
-
-    @property
-    def range_text(self) -> str:
-        """Which values it takes, in words; empty: any."""
-        if self.choices:
-            return " or ".join((", ".join(self.choices[:-1]), self.choices[-1]))
-        limits = []
-        if self.least is not None:
-            limits.append(f"{'over' if self.least_open else 'at least'} {self.least:,.12g}")
-        if self.most is not None:
-            limits.append(f"at most {self.most:,.12g}")
-        return " and ".join(limits)
-
-    def parse(self, text: str) -> Value:
-        """Return the value that `text` stands for.
-
-        Raises:
-            ValueError: it is no number, out of range or not among the choices; the message names the option.
-        """
-        try:
-            value: Value = self.kind(text)
-        except ValueError:
-            what = "a whole number" if self.kind is int else "a number"
-            raise ValueError(f"{self.name}: {text!r} is not {what}") from None
-        if isinstance(value, str):
-            fits = not self.choices or value in self.choices
-        else:
-            low = self.least is None or (value > self.least if self.least_open else value >= self.least)
-            fits = low and (self.most is None or value <= self.most)  # nan does not fit any limit
-        if not fits:
-            raise ValueError(f"{self.name} must be {self.range_text}, not {value}")
-        return value
-
-
-OPTIONS: Final = (
-    Option(
-        name="format",
-        kind=str,
-        help="The chat format, where the checkpoint's files and name do not tell.",
-        default="found in the checkpoint",
-        choices=("chatglm2", "chatglm3", "glm4", "template"),
-    ),
-    Option(
-        name="engine",
-        kind=str,
-        help="Whose forward pass computes: our own, or that of transformers, which is slower, for other "
-        "causal models that it implements.",
-        default="own",
-        choices=("own", "transformers"),
-    ),
-    Option(
-        name="dtype",
-        kind=str,
-        help="The type of weights and KV cache.",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    ),
-    Option(
-        name="quantization",
-        kind=str,
-        help="Weights of fewer bits, quantised while loading: int8 by rows, int4 by groups of 128; "
-        "fp8 by rows, with what they are multiplied by, on GPUs since Ada and Hopper.",
-        default="none",
-        choices=("int8", "fp8", "int4"),
-    ),
-    Option(
-        name="max_context",
-        kind=int,
-        help="Tokens of prompt and answer together.",
-        default="the model's own",
-        least=32,  # the chat format of a message and the warm-up take up to twenty
-    ),
-    Option(
-        name="kv_memory_gib",
-        kind=float,
-        help="Memory for the KV cache, in GiB.",
-        default="a share of what is free",
-        least=0,
-        least_open=True,
-        most=2**20,
-    ),
-    Option(
-        name="memory_share",
-        kind=float,
-        help="Share of the device's memory that this model divides with nobody, weights included.",
-        default="what is free",
-        least=0,
-        least_open=True,
-        most=1,
-    ),
-    Option(
-        name="max_running",
-        kind=int,
-        help="Sequences in one step of the engine.",
-        default="128",
-        gpu=512,
-        least=1,
-    ),
-    Option(
-        name="max_waiting",
-        kind=int,
-        help="Requests in the engine's waiting list; more are refused.",
-        default="512",
-        least=0,
-    ),
-    # A GPU computes many tokens in the time it takes to read the weights once. With four times as many prompt
-    # tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long
-    # (bench/log/2026-11.md): worth it only while many prompts wait.
-    Option(
-        name="max_batched_tokens",
-        kind=int,
-        help="Tokens in one step of the engine, of prompts and answers together.",
-        default="1024",
-        least=1,
-    ),
-    Option(
-        name="burst_tokens",
-        kind=int,
-        help="Tokens in one step of the engine while enough prompts wait to fill it.",
-        default="max_batched_tokens",
-        gpu=4096,
-        least=1,
-    ),
-    Option(
-        name="burst_steps",
-        kind=int,
-        help="Consecutive steps that may leave out running answers for a burst of prompts.",
-        default="0",
-        gpu=4,
-        least=0,
-    ),
-    Option(
-        name="draft_tokens",
-        kind=int,
-        help="Guesses at an answer's next tokens in one step, where it repeats text or obeys a schema.",
-        default="16",
-        least=0,
-        most=64,
-    ),
-    Option(
-        name="heartbeat_s",
-        kind=float,
-        help="Seconds of silence after which a running request gets a heartbeat.",
-        default="2",
-        least=0,
-        least_open=True,
-        most=10,
-    ),
-    Option(
-        name="trace_endpoint",
-        kind=str,
-        help="URL of an OTLP/HTTP collector for the spans of traced requests.",
-        default="no spans",
-    ),
-)
-"""Every option, in the order of help texts and tables."""
 
 _BY_NAME: Final = {option.name: option for option in OPTIONS}
 

@@ -111,6 +111,8 @@ class ProbeReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     taken."""
     running: int
     waiting: int
+    begun: int | None = None
+    """Generations since the model was loaded; absent from an engine older than this field."""
     kv_usage: float | None = None
     """Share of the KV blocks in use, 0 to 1; absent from an engine older than this field."""
     format: str

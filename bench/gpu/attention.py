@@ -37,6 +37,7 @@ from bench.gpu.attention_setup import CHATGLM3, TINY, Setup
 from bench.gpu.report import Results, guarded, print_table
 from bench.gpu.timing import microseconds, terabytes_per_second
 from triton_models.engine.kernels.attention_decode import choose_splits
+from triton_models.engine.kernels.attention_prefill import PrefillConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,15 +110,20 @@ def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
         flops = 4 * setup.head_dim * setup.query_heads * pairs
         row = [f"{sequences} x {count} after {offset}"]
         for config in setup.prefill_configs:
-            label = f"prefill {row[0]} {config.rows}x{config.keys}/{config.warps}/{config.stages}"
+            label = f"prefill {row[0]} {name_of(config)}"
             text = guarded(results, label, partial(time_launches, step, config))
             row.append(text if text == "err" else f"{text} ({flops / float(text) / 1e6:.0f})")
         row.append(guarded(results, f"sdpa {row[0]}", partial(time_sdpa, setup, case)))
         rows.append(row)
-    names = [f"{each.rows}x{each.keys}/{each.warps}/{each.stages}" for each in setup.prefill_configs]
+    names = map(name_of, setup.prefill_configs)
     print_table(
         "prefill, us a layer (TFLOP/s); columns: rows x keys/warps/stages", ["prompts", *names, "SDPA"], rows
     )
+
+
+def name_of(config: PrefillConfig) -> str:
+    """Return what a column is called."""
+    return f"{config.rows}x{config.keys}/{config.warps}/{config.stages}{' blocks' * config.in_blocks}"
 
 
 def time_sdpa(setup: Setup, case: tuple[int, int, int]) -> float | str:

@@ -26,7 +26,7 @@ class Setup:
     rotated: tuple[int, ...]
     decode_configs: tuple[DecodeConfig, ...]
     prefill_configs: tuple[PrefillConfig, ...]
-    block_size: int = 16
+    block_size: int = 64
     most_launches: int = 448
 
     @property
@@ -64,17 +64,11 @@ CHATGLM3 = Setup(
         DecodeConfig(tile=32, warps=1, stages=5),
     ),
     prefill_configs=(
-        PrefillConfig(rows=64, keys=64, warps=4, stages=3),
         PrefillConfig(rows=64, keys=64, warps=4, stages=2),
-        PrefillConfig(rows=64, keys=128, warps=4, stages=3),
-        PrefillConfig(rows=128, keys=64, warps=4, stages=2),
-        PrefillConfig(rows=128, keys=64, warps=4, stages=3),
-        PrefillConfig(rows=128, keys=64, warps=8, stages=2),
-        PrefillConfig(rows=128, keys=64, warps=8, stages=3),
-        PrefillConfig(rows=128, keys=64, warps=8, stages=4),
-        PrefillConfig(rows=128, keys=128, warps=8, stages=2),
-        PrefillConfig(rows=128, keys=128, warps=8, stages=3),
-        PrefillConfig(rows=256, keys=64, warps=8, stages=3),
+        PrefillConfig(rows=64, keys=64, warps=4, stages=2, in_blocks=True),
+        PrefillConfig(rows=128, keys=64, warps=4, stages=2, in_blocks=True),
+        PrefillConfig(rows=128, keys=64, warps=4, stages=3, in_blocks=True),
+        PrefillConfig(rows=128, keys=64, warps=8, stages=3, in_blocks=True),
     ),
 )
 
@@ -91,6 +85,10 @@ TINY = replace(
     prompts=((1, 0, 20), (2, 17, 9)),
     rotated=(1, 5),
     decode_configs=(DecodeConfig(tile=16, warps=4, stages=2), DecodeConfig(tile=32, warps=4, stages=2)),
-    prefill_configs=(PrefillConfig(rows=16, keys=16, warps=4, stages=2),),
+    prefill_configs=(
+        PrefillConfig(rows=16, keys=16, warps=4, stages=2),
+        PrefillConfig(rows=16, keys=16, warps=4, stages=2, in_blocks=True),
+    ),
+    block_size=16,
     most_launches=4,
 )

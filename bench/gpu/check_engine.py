@@ -82,7 +82,7 @@ def check_sampled(directory: Path, device: torch.device, backend: Backend) -> st
         )
         for number in range(64)
     ]
-    settings = EngineSettings(max_running=48, max_batched_tokens=100, kv_blocks=200)
+    settings = EngineSettings(max_running=48, max_batched_tokens=100, block_size=16, kv_blocks=200)
     wanted = answers(Engine(model, settings, backend=PLAIN), requests)
     found = answers(Engine(model, settings, backend=backend), requests)
     equal = sum(wanted[key] == found[key] for key in wanted)

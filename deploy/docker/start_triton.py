@@ -16,8 +16,9 @@ from typing import Any
 import click
 
 from triton_models.embedded.errors import SetupError
-from triton_models.embedded.models import NO_CONTEXT, model_flags, private_arguments, write_models
+from triton_models.embedded.models import NO_CONTEXT, private_arguments, write_models
 from triton_models.tracing import trace_arguments
+from wire.flags import model_flags
 
 _SERVER = "tritonserver"
 
@@ -32,7 +33,7 @@ _SERVER = "tritonserver"
     metavar="KEY=VALUE",
     help="What Triton demands for the repository and more; the gateways' setting of that name.",
 )
-@model_flags
+@model_flags()
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def main(  # noqa: D103 - the module's docstring is its help
     *,

@@ -127,8 +127,9 @@ class MarkedText:
         if text and not (waits or self._first in text or text[-1].isspace()):  # the common case
             self._said_since = True
             return [text]
+        more_blanks = self._state is _State.CALL and text.isspace() and self._unread[-1:].isspace()
         self._unread += text
-        return self._read(over=False)
+        return [] if more_blanks else self._read(over=False)  # they tell nothing, and may be thousands
 
     def end(self) -> list[Piece]:
         """Return the rest: the answer is over."""
@@ -382,6 +383,8 @@ class MarkedChoice:
         self._tokens = VisibleTokens(marks)
         self._said = False
         """Whether there was text."""
+        self.thoughts: list[str] = []
+        """The reasoning so far, for counting."""
 
     def push_text(self, text: str) -> tuple[Piece, ...]:
         """Take one delta of text only; return what can be shown."""
@@ -407,6 +410,8 @@ class MarkedChoice:
 
     def _shown(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
+            if isinstance(piece, Reasoning):
+                self.thoughts.append(piece.text)
             if self._said or not isinstance(piece, str):
                 yield piece
             elif text := piece.lstrip():

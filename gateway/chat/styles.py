@@ -226,7 +226,7 @@ class CallStyle:
     """The mark that may stand behind the last of several calls."""
     heads: tuple[re.Pattern[str], ...]
     """How a call begins, one way or another: with its name and, perhaps, the beginning of its arguments."""
-    begins: Callable[[str], bool] = lambda _: True
+    begins: Callable[[str], bool]
     """Whether what came so far, without white space before it, may still be a call."""
     read: Callable[[str], list[CallPart] | None] = lambda _: None
     """Reads what stands between the marks, where `head` found no arguments; None: it is no call."""
@@ -248,26 +248,31 @@ class CallStyle:
 
 def possible_beginning(text: str, mark: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `mark`."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
-    return 0
+    at = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[:1], at + 1)
+    return 0 if at < 0 else len(text) - at
 
 
+# They are matched anew each time that more came. So what white space and names took is not given back: a call
+# with thousands of blanks in it would take minutes.
 _OBJECT_HEAD: Final = re.compile(
-    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"'
-    r'(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{))?'
+    r'\s*+\[?+\s*+\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?+"name"\s*+:\s*+"([^"\\]*+)"'
+    r'(?:\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(\{))?'
 )
-_ARGS_HEAD: Final = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(\{)")
-_PAIRS_HEAD: Final = re.compile(r"\s*([^\s<]+)\s*(<arg_key>)[^<]*</arg_key>\s*<arg_value>")
-_FUNCTION_HEAD: Final = re.compile(r"\s*(?:<function=)?([^\s<>]+)>\s*(<parameter=|</function>)")
-_LINE_HEAD: Final = re.compile(r"\s*(\S+)\n\s*(\{)?")
+_ARGS_HEAD: Final = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+\w*+\s*+)?+(?:\[ARGS\]\s*+)?+(\{)")
+_ARGS_BEGUN: Final = re.compile(r"[A-Za-z0-9_-]{0,128}+\s*+(?:\[CALL_ID\]\s*+\w*+\s*+)?+(?:\[ARGS\]\s*+)?+")
+"""The same as far as it came, but for the end of a mark that came in part."""
+_ARGS_MARKS: Final = ("[CALL_ID]", "[ARGS]")
+_PAIRS_HEAD: Final = re.compile(r"\s*+([^\s<]++)\s*+(<arg_key>)[^<]*+</arg_key>\s*+<arg_value>")
+_FUNCTION_HEAD: Final = re.compile(r"\s*+(?:<function=)?+([^\s<>]++)>\s*+(<parameter=|</function>)")
+_LINE_HEAD: Final = re.compile(r"\s*+(\S++)\n\s*+(\{)?")
 
 _TYPED_HEAD: Final = re.compile(
-    rf"\s*(?:{_BEGIN})?\s*\w+{_SEPARATOR}([^\s<{{`]+)[ \t]*\n\s*(?:```(?:json)?\s*)?(\{{)?"
+    rf"\s*+(?:{_BEGIN})?+\s*+\w++{_SEPARATOR}([^\s<{{`]++)[ \t]*+\n\s*+(?:```(?:json)?+\s*+)?+(\{{)?"
 )
 _SEPARATED_HEAD: Final = re.compile(
-    rf"\s*(?:{_BEGIN})?\s*([^\s<{{`]+){_SEPARATOR}\s*(?:```(?:json)?\s*)?(\{{)"
+    rf"\s*+(?:{_BEGIN})?+\s*+([^\s<{{`]++){_SEPARATOR}\s*+(?:```(?:json)?+\s*+)?+(\{{)"
 )
 
 
@@ -280,7 +285,9 @@ def _named(document: Any) -> CallPart | None:
         if isinstance(arguments, str) and read_json(arguments) is not None:
             return CallPart(document["name"], arguments)
         if arguments is None or isinstance(arguments, dict):
-            return CallPart(document["name"], json.dumps(arguments or {}, ensure_ascii=False))
+            written = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+            written.encode()  # half of a surrogate pair, which an escape may be, cannot be sent
+            return CallPart(document["name"], written)
     return None
 
 
@@ -288,15 +295,15 @@ def _read_objects(text: str) -> list[CallPart] | None:
     """Read objects one after the other, with semicolons, commas or nothing between; or a list of them."""
     decoder, at, documents = json.JSONDecoder(), 0, []
     text = text.strip()
-    while at < len(text):
-        try:
+    try:
+        while at < len(text):
             document, at = decoder.raw_decode(text, at)
-        except ValueError:
-            return None
-        documents += document if isinstance(document, list) else [document]
-        while at < len(text) and text[at] in ";, \n\t":
-            at += 1
-    calls = [call for each in documents if (call := _named(each)) is not None]
+            documents += document if isinstance(document, list) else [document]
+            while at < len(text) and text[at] in ";, \n\t":
+                at += 1
+        calls = [call for each in documents if (call := _named(each)) is not None]
+    except (ValueError, RecursionError):  # no JSON, or none that can be sent; nested too deep
+        return None
     return calls if calls and len(calls) == len(documents) else None
 
 
@@ -316,6 +323,25 @@ def _value(text: str) -> Any:
 
 _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _NULL: Final = ("null", "None")
+
+
+def _begins_objects(text: str) -> bool:
+    """Whether it is an object or a list of some, as far as it came."""
+    return (text[1:].lstrip() if text[:1] == "[" else text)[:1] in ("", "{")
+
+
+def _begins_keyed(text: str) -> bool:
+    name, _, _ = text.partition("<")
+    rest = text[len(name) :]
+    return _NAME.fullmatch(name.rstrip()) is not None and (
+        KeyedArguments.may_be_pair(rest) or _CALLED.startswith(rest)
+    )
+
+
+def _begins_args(text: str) -> bool:
+    rest = _ARGS_BEGUN.sub("", text, count=1)
+    may_be_mark = any(mark.startswith(rest) for mark in _ARGS_MARKS)
+    return _begins_objects(text) or rest[:1] == "{" or may_be_mark
 
 
 def _begins_object(text: str) -> bool:
@@ -358,6 +384,7 @@ STYLES: Final = {
             name="hermes",
             openings=(_CALL,),
             closing=_CALLED,
+            begins=_begins_objects,
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
         ),
@@ -365,6 +392,7 @@ STYLES: Final = {
             name="glm45",
             openings=(_CALL,),
             closing=_CALLED,
+            begins=_begins_keyed,
             heads=(_PAIRS_HEAD,),
             read=_read_pairs,
             arguments=KeyedArguments,
@@ -381,6 +409,7 @@ STYLES: Final = {
             name="mistral",
             openings=(_CALLS,),
             closing="",
+            begins=_begins_args,
             heads=(_OBJECT_HEAD, _ARGS_HEAD),
             read=_read_objects,
             separators=",]",

@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from gateway.chat.templates import read_config, text_of
@@ -70,15 +70,20 @@ class Vocabulary:
             rendered: a template wrote it, with its special tokens; otherwise those that every text begins
                 with are added, as the backends add them to a plain prompt.
         """
-        return list(self._tokenizer.encode(text, add_special_tokens=not rendered).ids)
+        return list(self._encoded(text, special=not rendered).ids)
 
     def count(self, text: str) -> int:
         """Return the number of tokens of an answer's text, without any that are added."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self._encoded(text, special=False))
 
     def count_prompt(self, text: str) -> int:
         """Return the number of tokens that a backend makes of a prompt's text."""
-        return len(self._tokenizer.encode(text, add_special_tokens=True))
+        return len(self._encoded(text, special=True))
+
+    def _encoded(self, text: str, *, special: bool) -> Encoding:
+        # A batch: `encode` of one text holds the interpreter's lock all the while, which streams wait for.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return encoded
 
     def for_text_backend(self, text: str) -> str:
         """Return a rendered prompt without the beginning that a backend's own tokenizer adds once more."""

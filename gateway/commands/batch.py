@@ -295,7 +295,7 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
     return stopped
 
 
-@click.command()
+@click.command(short_help="Answer a file in OpenAI's batch format.")
 @click.argument("source", metavar="IN.JSONL", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("target", metavar="OUT.JSONL", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="of the gateway, or any OpenAI endpoint")

@@ -141,7 +141,7 @@ def measure(
             yield Measured(size or 0, each.out, row)
 
 
-@click.command()
+@click.command(short_help="Measure an OpenAI endpoint under load.")
 @click.argument("url", default=DEFAULT_URL)
 @click.option("--model", help="whom to ask  [default: the first that is listed]")
 @click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the endpoint")

@@ -253,7 +253,7 @@ def models_at(url: str, key: str | None) -> list[str]:
     return names
 
 
-@click.command()
+@click.command(short_help="Talk to a model in the terminal.")
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="of the gateway, or any OpenAI endpoint")
 @click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the endpoint")
 @click.option("--model", help="whom to ask  [default: the first that is listed]")

@@ -1,34 +1,23 @@
 """`tritongate check`: connects to what the settings name and says what is there."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 
 from gateway.commands.models import probed
+from gateway.commands.reach import Finding, Reached, cause_of, reach
 from gateway.core.events import Accepted
-from gateway.core.request import Generation, PlainText
-from gateway.core.upstream import Tokenization
-from gateway.errors import GatewayError
+from gateway.core.request import Conversation, Generation, Message, PlainText
+from gateway.core.upstream import Embedding, Tokenization
+from gateway.errors import GatewayError, InvalidRequestError, NoTemplateError
 from gateway.settings import Settings
-from gateway.settings.values import revealed
-from gateway.triton.client import Client, Tls
-from gateway.triton.errors import Fault, TritonError
-from gateway.triton.faults import faults_of
+from gateway.triton.errors import TritonError
 from gateway.triton.public import PublicModels
 from gateway.triton.replicas import Replica, ReplicaState
-from gateway.triton.resolver import Name, Resolve, client_tls, name_in, resolve
+from gateway.triton.resolver import Resolve, resolve
 
 _COUNTED = "Hello, 你好: 3.14 \\n\\n"
 """A text that tokenizers differ in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    ok: bool
-    text: str
 
 
 async def check(settings: Settings, *, timeout_s: float, resolve: Resolve = resolve) -> list[Finding]:
@@ -44,60 +33,17 @@ async def check(settings: Settings, *, timeout_s: float, resolve: Resolve = reso
         Findings in the order of the upstreams, names first; the check passed when all are ok. Published
         faults of a Triton are no failure, but told.
     """
-    upstreams = settings.all_upstreams()
-    names = [name for name in map(name_in, upstreams) if name is not None]
-    looked_up = await asyncio.gather(*(_look_up(name, timeout_s, resolve) for name in names))
-    fixed = (upstream for upstream in upstreams if name_in(upstream) is None)
-    addresses = {address: address for address in fixed}
-    for name, (found, _) in zip(names, looked_up, strict=True):
-        addresses |= {address: name.upstream for address in found if address not in addresses}
-    reachable = await asyncio.gather(
-        *(
-            _reach(settings, address, client_tls(upstream, settings.tls_of), timeout_s)
-            for address, upstream in addresses.items()
-        )
-    )
-    reached = dict(zip(addresses, reachable, strict=True))
-    if not any(first.ok for first, *_ in reachable):
-        said = list(_report(settings, reached, [], []))
-    else:
-        async with probed(settings, timeout_s, resolve) as upstream:
-            ready = [card for card in upstream.models() if card.ready and card.settings.tokenizer]
-            counts = [await _count(upstream, card.id, timeout_s) for card in ready]
-            said = list(_report(settings, reached, upstream.replicas(), counts))
-    return [*(finding for _, finding in looked_up), *said]
-
-
-async def _look_up(name: Name, timeout_s: float, resolve: Resolve) -> tuple[Sequence[str], Finding]:
-    found: Sequence[str] = ()
-    try:
-        async with asyncio.timeout(timeout_s):
-            found = await resolve(name.host, name.port)
-    except TimeoutError:
-        said = f"not looked up within {timeout_s:g} s"
-    except OSError as error:
-        said = f"cannot be looked up ({error.strerror or error})"
-    else:
-        said = ", ".join(found) or "has no addresses"
-    return found, Finding(ok=bool(found), text=f"upstream {name.upstream}: {said}")
-
-
-async def _reach(settings: Settings, address: str, tls: Tls | None, timeout_s: float) -> list[Finding]:
-    client = Client(address, repository_key=revealed(settings.repository_key), timeout_s=timeout_s, tls=tls)
-    faults = None
-    try:
-        live = await client.live()
-        if not settings.models:
-            await client.repository()
-        with suppress(TritonError):  # this version's faults are not worth a failure
-            faults = await faults_of(client)
-    except TritonError as error:
-        why = f" ({error.message})" if error.fault is Fault.NOT_PERMITTED else ""
-        return [Finding(ok=False, text=f"upstream {address}: {error.fault.code}{why}")]
-    finally:
-        await client.close()
-    reached = Finding(ok=live, text=f"upstream {address}: {'live' if live else 'not live'}")
-    return [reached, *([Finding(ok=True, text=f"  warning: {faults}")] if faults else [])]
+    looked_up, reached = await reach(settings, timeout_s, resolve)
+    if not any(each.live for each in reached):
+        return [*looked_up, *_report(settings, reached, [], [])]
+    async with probed(settings, timeout_s, resolve) as upstream:
+        cards = [card for card in upstream.models() if card.ready]
+        asked = [_count(upstream, card.id, timeout_s) for card in cards if card.settings.tokenizer]
+        counts = await asyncio.gather(*asked)
+        replicas = upstream.replicas()
+        ready = {name: each for name, each in replicas if each.state is ReplicaState.READY}
+        chats = [each async for each in _chats(upstream, ready, timeout_s)]
+    return [*looked_up, *_report(settings, reached, replicas, [*counts, *chats])]
 
 
 async def _count(upstream: PublicModels, model: str, timeout_s: float) -> Finding:
@@ -125,25 +71,71 @@ async def _count(upstream: PublicModels, model: str, timeout_s: float) -> Findin
     )
 
 
+async def _chats(
+    upstream: PublicModels, ready: Mapping[str, Replica], timeout_s: float
+) -> AsyncIterator[Finding]:
+    """Yield which of the models that are ready refuse every chat, though they write text."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    hello = Conversation((Message(role="user", content="Hello"),))
+    for name, replica in ready.items():
+        chat = Generation(request_id="check", model=replica.model, prompt=hello, deadline=deadline)
+        text = Embedding(request_id="check", model=name, prompt=PlainText("Hello"), deadline=deadline)
+        try:
+            dialect, report = replica.serving()
+            if dialect.prepare is not None:
+                chat = await dialect.prepare(chat, report)
+            dialect.request(chat, report, timeout_s)
+        except TritonError:
+            continue  # it went meanwhile
+        except NoTemplateError:
+            # What Triton says of its vLLM backend is the same for both.
+            with suppress(GatewayError):
+                await upstream.embed(text)
+                continue
+            yield Finding(
+                ok=True,
+                text=f"model {name}: no chat template: chats get a 400, completions work; "
+                f"set tokenizers to {replica.model}=FOLDER",
+            )
+        except InvalidRequestError:
+            continue  # it refuses this one for another reason
+
+
 def _report(
     settings: Settings,
-    reachable: Mapping[str, list[Finding]],
+    reached: Sequence[Reached],
     replicas: list[tuple[str, Replica]],
-    counts: Sequence[Finding],
+    models: Sequence[Finding],
 ) -> Iterator[Finding]:
-    for address, findings in reachable.items():
-        yield from findings
+    for each in reached:
+        yield from each.findings
         for name, replica in replicas:
-            if replica.upstream == address:
+            if replica.upstream == each.address:
                 yield _replica(name, replica)
-    yield from counts
+        for entry, reason in each.left_out.items():
+            # Beside models that are served, as a part of theirs, it is no failure.
+            yield Finding(ok=True, text=f"  model {entry}: left out ({reason})")
+    yield from models
     served = {name for name, replica in replicas if replica.state is ReplicaState.READY}
     for model in settings.models:
         if model not in served:
             yield Finding(ok=False, text=f"model {model}: ready on no upstream")
-    anybody = any(first.ok for first, *_ in reachable.values())
-    if anybody and not served and not settings.models:
-        yield Finding(ok=False, text="no model was found: no ready entry has a known contract")
+    if all(each.live for each in reached):  # else those that are away may have it
+        yield from _unused(settings, reached)
+    if any(each.live for each in reached) and not served and not settings.models:
+        reasons = replicas or any(each.left_out for each in reached)
+        why = "see the reasons above" if reasons else "none is loaded"
+        yield Finding(ok=False, text=f"no model can be served: {why}")
+
+
+def _unused(settings: Settings, reached: Sequence[Reached]) -> Iterator[Finding]:
+    """Yield for which names there are tokenizers, but no models."""
+    models = {name: settings.model(name).entry for name in settings.models}
+    names = sorted({*models, *models.values()}.union(*(each.entries for each in reached)))
+    for name in (each.rpartition("=")[0] for each in settings.tokenizers):
+        if name and name not in names:
+            there = ", ".join(names) or "none"
+            yield Finding(ok=False, text=f"tokenizers: no model is called {name!r}; there are: {there}")
 
 
 def _replica(name: str, replica: Replica) -> Finding:
@@ -158,5 +150,5 @@ def _replica(name: str, replica: Replica) -> Finding:
     if report is not None and report.max_context is not None:
         said += f", context {report.max_context} tokens"
     if replica.reason:
-        said += f" ({replica.reason})"
+        said += f" ({cause_of(replica.reason) or replica.reason})"
     return Finding(ok=ready, text=said)

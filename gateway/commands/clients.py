@@ -255,7 +255,7 @@ def _gateway_options(command: F) -> F:
     return command
 
 
-@click.command()
+@click.command(short_help="Load a model of a running gateway.")
 @click.argument("model")
 @click.option("--reload", is_flag=True, help="unload it first if it is loaded")
 @_gateway_options
@@ -264,7 +264,7 @@ def load(*, model: str, reload: bool, url: str, key: str | None, upstream: str |
     _change(url, key, model, "load", {"reload": reload, "upstream": upstream})
 
 
-@click.command()
+@click.command(short_help="Unload a model of a running gateway.")
 @click.argument("model")
 @_gateway_options
 def unload(*, model: str, url: str, key: str | None, upstream: str | None) -> None:
@@ -282,7 +282,7 @@ def _change(url: str, key: str | None, model: str, action: str, options: dict[st
     click.echo(f"{model} is {'unloaded' if answer['model'].get('unloaded') else state}")
 
 
-@click.command("bench-kserve")
+@click.command("bench-kserve", short_help="Measure a model through Triton's protocol.")
 @click.option("--model", required=True, help="model to ask")
 @click.option("--grpc", "grpc_address", default="127.0.0.1:8001", show_default=True, help="for KServe")
 @click.option("--http", "http_url", default="http://127.0.0.1:8000", show_default=True, help="for KServe")

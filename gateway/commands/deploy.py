@@ -205,7 +205,7 @@ def _instances(_context: click.Context, _parameter: click.Parameter, given: str)
     return least, most
 
 
-@click.command()
+@click.command(short_help="Write manifests for Kubernetes.")
 @click.option(
     "--model",
     "models",

@@ -31,7 +31,7 @@ def fetch(url: str, key: str | None, path: str, body: dict[str, Any] | None = No
         ClientError: it was refused, or failed.
     """
     with connected(url) as (connection, prefix), _reaching(url):
-        return _document(url, _response(connection, prefix + path, key, body))
+        return _document(url, key, _response(connection, prefix + path, key, body))
 
 
 def events(url: str, key: str | None, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
@@ -43,7 +43,7 @@ def events(url: str, key: str | None, path: str, body: dict[str, Any]) -> Genera
     with connected(url) as (connection, prefix), _reaching(url):
         response = _response(connection, prefix + path, key, body)
         if response.status != http.client.OK:
-            _document(url, response)
+            _document(url, key, response)
         for line in response:
             if not line.startswith(_DATA):
                 continue
@@ -66,8 +66,14 @@ def _response(
     return connection.getresponse()
 
 
-def _document(url: str, response: http.client.HTTPResponse) -> dict[str, Any]:
+def _document(url: str, key: str | None, response: http.client.HTTPResponse) -> dict[str, Any]:
     answer = response.read()
+    if response.status == http.client.UNAUTHORIZED:
+        raise ClientError(
+            "the gateway does not know this key (--key, TRITONGATE_KEY)"
+            if key
+            else "the gateway needs a key: --key KEY, or the variable TRITONGATE_KEY"
+        )
     try:
         document = json.loads(answer)
         if response.status == http.client.OK:

@@ -18,6 +18,7 @@ from gateway.app import triton_upstream
 from gateway.chat.templates import TemplateError
 from gateway.chat.vocabulary import VocabularyError
 from gateway.commands.endpoint import ClientError, fetch
+from gateway.commands.reach import cause_of, reach
 from gateway.core.request import with_system
 from gateway.core.upstream import Tokens
 from gateway.errors import GatewayError
@@ -29,7 +30,7 @@ from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.public import PublicModels
 from gateway.triton.resolver import Resolve, resolve
 
-_COLUMNS = ("model", "aliases", "entry", "upstreams", "dialect", "state", "context")
+_COLUMNS = ("model", "aliases", "entry", "upstreams", "dialect", "state", "context", "reason")
 _NOTHING = "-"
 
 
@@ -59,7 +60,7 @@ def _check_any(upstream: PublicModels) -> None:
 
 
 async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, str]]:
-    """Return a row for each public name, of strings by `_COLUMNS`.
+    """Return a row for each public name, of strings by `_COLUMNS`, and for what is found but not served.
 
     Args:
         settings: name the models.
@@ -69,8 +70,10 @@ async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, s
         ClientError: there is none.
     """
     rows = []
+    left_out = [] if settings.models else (await reach(settings, timeout_s, resolve))[1]
     async with probed(settings, timeout_s) as upstream:
-        _check_any(upstream)
+        if not any(each.left_out for each in left_out):
+            _check_any(upstream)
         replicas = upstream.replicas()
         for card in upstream.models():
             own = [replica for name, replica in replicas if name == card.id]
@@ -83,9 +86,24 @@ async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, s
                     "dialect": _listed(each.dialect for each in own if each.dialect),
                     "state": _listed(replica.state for replica in own),
                     "context": str(card.max_context or _NOTHING),
+                    "reason": _listed(_line(each.reason) for each in own if each.reason),
                 }
             )
-    return rows
+    return [
+        *rows,
+        *(
+            {
+                **dict.fromkeys(_COLUMNS, _NOTHING),
+                "model": entry,
+                "entry": entry,
+                "upstreams": each.address,
+                "state": "left_out",
+                "reason": reason,
+            }
+            for each in left_out
+            for entry, reason in each.left_out.items()
+        ),
+    ]
 
 
 def models_at(url: str, key: str | None) -> list[dict[str, str]]:
@@ -115,6 +133,11 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     lines = [dict(zip(columns, columns, strict=True)), *rows]
     widths = {name: max(len(line[name]) for line in lines) for name in columns}
     return "\n".join("  ".join(f"{line[name]:{widths[name]}}" for name in columns).rstrip() for line in lines)
+
+
+def _line(reason: str) -> str:
+    """Return a reason in one line, a short one where it is a connection's."""
+    return cause_of(reason) or " ".join(reason.split())
 
 
 def _listed(values: Iterable[str]) -> str:

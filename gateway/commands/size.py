@@ -6,8 +6,11 @@ planning; the engine itself does not estimate the memory of its steps, it measur
 
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
+from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,17 +20,20 @@ GIB: Final = 2**30
 ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # The engine's own figures (tests/gateway/commands/test_size.py compares them).
-BLOCK_TOKENS: Final = 16
+BLOCK_TOKENS: Final = 64
+"""On Hopper; other GPUs have blocks of 16, of which no more sequences fit but by rounding."""
 MAX_RUNNING: Final = 512
 GPU_SHARE: Final = 0.95
 LOGITS_COPIES: Final = 10
 GRAPH_BYTES: Final = 2 * 2**20
+INT4_GROUP: Final = 128
 STEP_TOKENS: Final = 4096
 """Tokens of the largest captured step."""
 
 GRAPHS: Final = 150
 """Captured steps at `MAX_RUNNING`: those of decodes only, in two graphs each, and those with prompts."""
 _FLOAT32: Final = 4
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _CONTEXTS: Final = (1024, 2048, 4096, 8192, 32768, 131072)
 _MOST_GIB: Final = 2**20
 _CONTEXT_BYTES: Final = GIB // 2
@@ -53,14 +59,25 @@ class Shape:
     """Its longest context, prompt and answer together, in tokens."""
     bias: bool
 
-    def weight_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the model's weights and buffers."""
+    def weight_bytes(self, item_bytes: int, *, int4: bool = False) -> int:
+        """Return the bytes of the model's weights and buffers, perhaps with its matrices in 4 bits."""
         qkv = (self.query_heads + 2 * self.kv_heads) * self.head
-        layer = self.hidden * (qkv + self.query_heads * self.head + 3 * self.ffn) + self.bias * qkv
-        weights = 2 * self.vocabulary * self.hidden + self.layers * layer
+        layer = (
+            (qkv, self.hidden),
+            (self.hidden, self.query_heads * self.head),
+            (2 * self.ffn, self.hidden),
+            (self.hidden, self.ffn),
+        )
+        matrices = ((self.vocabulary, self.hidden), *layer * self.layers)
+        row = _int4_row if int4 else partial(mul, item_bytes)
+        others = self.vocabulary * self.hidden + self.layers * self.bias * qkv
         norms = (2 * self.layers + 1) * self.hidden
         rotary = 2 * self.context * (self.head // 4)
-        return weights * item_bytes + (norms + rotary) * _FLOAT32
+        return (
+            sum(rows * row(columns) for rows, columns in matrices)
+            + others * item_bytes
+            + (norms + rotary) * _FLOAT32
+        )
 
     def kv_bytes(self, item_bytes: int) -> int:
         """Return the bytes that the KV cache takes for each token."""
@@ -75,6 +92,11 @@ class Shape:
         # Once for the allocator, once for the graphs' own pool; then what sampling with every option may add.
         pools = 2 * activations + GRAPHS * GRAPH_BYTES
         return _CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
+
+
+def _int4_row(columns: int) -> int:
+    """Return the bytes of a matrix's row in 4 bits: with a scale and a zero of 16 bits for each group."""
+    return -(-columns // INT4_GROUP) * (INT4_GROUP // 2 + 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +122,12 @@ def read_shape(directory: Path) -> Shape:
         SizingError: no config.json there, or one of another family.
     """
     path = directory / "config.json"
+    if not directory.is_dir() and _HUB_NAME.fullmatch(text := str(directory)):
+        folder = text.partition("/")[2]
+        raise SizingError(
+            f"--model {text}: not fetched; download it first: "
+            f"hf download {text} --local-dir {folder}, then --model {folder}"
+        )
     try:
         document: Any = json.loads(path.read_bytes())
     except OSError as error:
@@ -149,7 +177,7 @@ def fit(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX
     )
 
 
-@click.command()
+@click.command(short_help="Estimate what fits a GPU.")
 @click.option(
     "--model",
     "directory",
@@ -182,7 +210,11 @@ def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> No
         f"{sizing.kv_token:,} bytes a token"
     )
     if not sizing.blocks:
-        click.echo(f"It does not fit a GPU of {gpu_memory:g} GiB.")
+        int4 = shape.weight_bytes(ITEM_BYTES[dtype], int4=True) / GIB
+        click.echo(
+            f"It does not fit a GPU of {gpu_memory:g} GiB in {dtype}; "
+            f"`up --quantization int4` takes {int4:.2f} GiB for the weights."
+        )
         sys.exit(1)
     # The longest is what both the model and the cache allow.
     longest = min(shape.context, sizing.blocks * BLOCK_TOKENS)

@@ -1,6 +1,7 @@
 """The OpenAPI document, and the page that shows it without loading anything from another host.
 
-Bodies and answers are bytes to FastAPI, so their schemas come from the types that read and write them.
+Bodies and answers are bytes to FastAPI, so their schemas come from the types that read and write them. Those
+of bodies would be a seventh of what it takes to import the gateway, so they are made with the document.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +14,16 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from starlette.responses import HTMLResponse
+from pydantic.json_schema import models_json_schema
+from starlette.responses import HTMLResponse, JSONResponse
 
 from gateway.errors import ErrorDocument
 
 _REF = "#/components/schemas/{}"
 _COMPONENTS = "x-components"
 """Key under which an operation carries schemas until `install` moves them to the document's components."""
-
+_bodies: dict[str, type[BaseModel]] = {}
+"""Types of the bodies that operations refer to, by name."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -33,10 +36,10 @@ _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-in
 
 def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """Declare a JSON request body of type `model`, which may be left out unless it is `required`."""
-    schema = model.model_json_schema(ref_template=_REF.format("{model}"))
-    components = schema.pop("$defs", {})
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content}, _COMPONENTS: components}
+    if _bodies.setdefault(model.__name__, model) is not model:
+        raise ValueError(f"two types of bodies are called {model.__name__}")
+    content = {"application/json": {"schema": {"$ref": _REF.format(model.__name__)}}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def complete(
@@ -96,23 +99,35 @@ def _schemas(types: Sequence[type[msgspec.Struct] | UnionType], components: dict
 
 
 def install(app: FastAPI) -> None:
-    """Make `app` serve the document, and its page `/docs`; each is built once, when first requested."""
+    """Make `app` serve the document, and its page `/docs`.
+
+    Each is built once, when first requested, on a thread: it takes longer than a stream should pause.
+    """
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = get_openapi(
+            built = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            schemas = app.openapi_schema.setdefault("components", {}).setdefault("schemas", {})
-            _collect(app.openapi_schema["paths"], schemas)
+            schemas = built.setdefault("components", {}).setdefault("schemas", {})
+            _collect(built["paths"], schemas)
+            _, bodies = models_json_schema(
+                [(model, "validation") for model in _bodies.values()], ref_template=_REF.format("{model}")
+            )
+            _collect({_COMPONENTS: bodies["$defs"]}, schemas)
+            app.openapi_schema = built
         return app.openapi_schema
 
     @cache
     def page() -> str:
         return "".join(_page(document()))
 
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:
+        return JSONResponse(document())
+
     @app.get("/docs", include_in_schema=False, response_class=HTMLResponse)
-    async def docs() -> HTMLResponse:
+    def docs() -> HTMLResponse:
         return HTMLResponse(page(), headers=_HEADERS)
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's documented way

@@ -40,16 +40,21 @@ async def health() -> dict[str, str]:
 
 @router.get("/health/ready", response_class=JSONResponse)
 async def ready(gateway: GatewayDep) -> Response:
-    """Tell whether requests will be served: every model meant to be loaded answers, and no drain runs."""
+    """Tell whether requests will be served, whichever process gets them.
+
+    Every model meant to be loaded answers, each process has been ready since the start, and no drain runs.
+    """
     if gateway.drain.phase is not Phase.SERVING:
         raise shutting_down()
     missing = gateway.not_ready()
     if missing is None:
-        raise UnavailableError("No model was found on any Triton.")
+        raise UnavailableError("No model is known: no Triton answers, or none has one.")
     shown = gateway.models(None)  # anybody may ask, also about models that are for certain keys
     if missing:
         named = ", ".join(card.id for card in shown if card.id in missing) or "a model"
         raise UnavailableError(f"Not ready: {named}.")
+    if not gateway.shared.begun:
+        raise UnavailableError("Not ready: other processes of this gateway are starting.")
     models = [card.id for card in shown if card.ready]
     return JSONResponse({"status": "ready", "models": models})
 

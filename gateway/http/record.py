@@ -42,6 +42,7 @@ from gateway.limits.admission import (
     too_many_connections,
 )
 from gateway.limits.bodies import Bodies
+from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
 from gateway.settings import Settings
 from gateway.settings.values import Scope, is_loopback
@@ -82,6 +83,7 @@ class Gateway:
     """Limits tokenizations, which work while the engines are full."""
     logits: Admission
     """Whose permits are the bytes of logits that answers hold."""
+    shared: SharedCounters
     bodies: Bodies
     keyring: Keyring
     sites: Sites
@@ -149,9 +151,13 @@ class Gateway:
         cards = self.upstream.models()
         return [card.id for card in cards if not (card.ready or card.unloaded)] if cards else None
 
-    def ready(self) -> bool:
-        """Whether requests will be served: every model that should be loaded answers, and no drain runs."""
+    def serves(self) -> bool:
+        """Whether this process will serve requests: every model that should be loaded answers; no drain."""
         return self.drain.phase is Phase.SERVING and self.not_ready() == []
+
+    def ready(self) -> bool:
+        """Whether requests will be served, whichever of the gateway's processes gets them."""
+        return self.shared.begun and self.serves()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -411,6 +417,8 @@ def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[s
     line |= _upstreams(record.trace)
     if record.error is not None:
         line["error"] = type(record.error).__name__
+        if record.error.param is not None:  # the message may quote what the client sent
+            line["param"] = record.error.param[:NAME_LIMIT]
     if record.body is not None:
         line["body"] = record.body[:BODY_LIMIT_BYTES].decode(errors="replace")
     return line
@@ -423,8 +431,9 @@ def failure_line(record: RequestRecord, route: str) -> str:
     """
     status, error = record.outcome, record.error
     reason = HTTPStatus(status).phrase if error is None else error.message
-    where = "" if error is None or error.param is None else f"{error.param}: "
-    text = f"{status} {record.method} {route}: {where}{reason}"
+    if error is not None and error.param is not None and not reason.startswith(error.param):
+        reason = f"{error.param}: {reason}"
+    text = f"{status} {record.method} {route}: {reason}"
     # Parts of it are the client's, and not for the terminal to act on.
     return "".join(each if each.isprintable() else " " for each in text[:_LONGEST_LINE])
 

@@ -114,7 +114,7 @@ class Door:
         self._statistics: dict[str, dict[str, Any]] = {}
 
     def ready(self) -> bool:
-        """Whether requests will be served: every model that should be loaded answers, and no drain runs."""
+        """Whether requests will be served: as `Gateway.ready`."""
         return self.gateway.ready()
 
     def model_ready(self, model: str, model_version: str = "", key: str | None = None) -> bool:

@@ -11,7 +11,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import NamedTuple
 
 from gateway.errors import GatewayError, RateLimitError, UnavailableError
@@ -206,7 +206,8 @@ class Pacing:
 class Connections:
     """A bounded number of connections, of all processes of a gateway together.
 
-    A few more are let in, for whoever looks after it: there the caller answers probes, and refuses the rest.
+    At the bound, an idle one of this process makes room for a new one. If there is none, a few more are let
+    in, for whoever looks after it: there the caller answers probes, and refuses the rest.
 
     Args:
         most: connections.
@@ -218,6 +219,8 @@ class Connections:
         self._open = shared.gauge()
         self.closing = False
         """Whether each one of this process is closed after its next answer: another process gets the rest."""
+        self._idle: dict[Callable[[], bool], float] = {}
+        """What closes an idle one, and since when it is idle; the longest first."""
 
     @property
     def open(self) -> int:
@@ -233,7 +236,10 @@ class Connections:
         Raises:
             UnavailableError: not even of these is one left; nothing was counted.
         """
-        if self._open.add_within(1, self._most):
+        while not self._open.add_within(1, self._most):
+            if not any(close() for close in self._idle):
+                break
+        else:
             return True
         if self._open.add_within(1, self._most + _SPARE_CONNECTIONS):
             return False
@@ -242,6 +248,24 @@ class Connections:
     def leave(self) -> None:
         """The connection is closed."""
         self._open.own -= 1
+
+    def rest(self, close: Callable[[], bool]) -> None:
+        """A connection is idle from now on, until `wake`.
+
+        Args:
+            close: closes it, with `wake` and `leave`, and says whether it did.
+        """
+        self._idle[close] = monotonic()
+
+    def wake(self, close: Callable[[], bool]) -> None:
+        """The connection is not idle any more, if it was."""
+        self._idle.pop(close, None)
+
+    def close_idle(self, since_s: float) -> None:
+        """Close those that have been idle for so long."""
+        before = monotonic() - since_s
+        for close in [each for each, since in self._idle.items() if since <= before]:
+            close()
 
 
 class Phase(enum.Enum):

@@ -20,6 +20,10 @@ from gateway.telemetry.metrics import Place
 _WORD = 8
 _ALIVE = 0
 """The first number of the table: whether the row's process lives. The parent clears it, see `mark_ended`."""
+_BEGUN = 1
+"""The second: whether all processes have begun to serve, of which the parent writes, see `mark_begun`."""
+_FIRST = 2
+"""The next, which is the first that is given out."""
 
 
 class Number:
@@ -118,20 +122,25 @@ class SharedCounters(Numbers):
         self.processes = 1 if place is None else place.count
         self._row = 0 if place is None else place.number
         self._named = named
-        self._named_gauges = 1 + gauges
+        self._named_gauges = _FIRST + gauges
         first_counter = self._named_gauges + named.most * named.gauges
         self._named_counters = first_counter + counters
         self._names = self._named_counters + named.most * named.counters
-        super().__init__(self, range(1, 1 + gauges), range(first_counter, self._named_counters))
+        super().__init__(self, range(_FIRST, _FIRST + gauges), range(first_counter, self._named_counters))
         size = (self._names + named.most) * self.processes * _WORD
         self._lock = None if place is None else place.table
         memory = bytearray(size) if place is None else _map(place.table, size)
         self._table = memoryview(memory).cast("q")
         self._alive = self._column(_ALIVE)
-        for column in range(1, first_counter):
+        for column in range(_FIRST, first_counter):
             self._table[column * self.processes + self._row] = 0
         self._alive[self._row] = 1
         self._always = memoryview(bytes([1] * self.processes))
+
+    @property
+    def begun(self) -> bool:
+        """Whether each process has been ready to serve, or has failed so often that it is not waited for."""
+        return self._lock is None or any(self._column(_BEGUN))
 
     def named(self, name: str) -> Numbers | None:
         """Return the numbers of `name`, the same in every process; None: there is no room for another name.
@@ -193,6 +202,11 @@ def new_table() -> Iterator[int]:
 def mark_ended(place: Place) -> None:
     """Note that the process in that place has ended: its gauges count no more. For the parent to call."""
     os.pwrite(place.table, bytes(_WORD), (_ALIVE * place.count + place.number) * _WORD)
+
+
+def mark_begun(place: Place) -> None:
+    """Note that all processes have begun to serve. For the parent to call, of the place of any."""
+    os.pwrite(place.table, b"\1", (_BEGUN * place.count + place.number) * _WORD)
 
 
 def _map(table: int, size: int) -> mmap.mmap:

@@ -23,7 +23,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final
 
 HandOver = Callable[[], Awaitable[bool]]
@@ -37,6 +37,8 @@ _SOCKET: Final = "socket"
 _VARIABLES: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 _END_WITHIN_S = 10.0
 """How long a successor that is not ready in time may take to end."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 _log = logging.getLogger(__name__)
 
@@ -197,6 +199,22 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[asyncio.Queue[int]]:
+    """Collect SIGTERM, SIGINT and SIGUSR2 in a queue."""
+    loop = asyncio.get_running_loop()
+    caught: asyncio.Queue[int] = asyncio.Queue()
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in before:
+        loop.add_signal_handler(number, caught.put_nowait, number)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 async def until_stopped(signals: "asyncio.Queue[int]", hand_over: HandOver | None) -> bool:

@@ -15,7 +15,6 @@ import contextlib
 import gc
 import logging
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -32,15 +31,18 @@ from gateway.http.record import Gateway
 from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
-from gateway.process.handover import HandOver, next_end, until_stopped
+from gateway.process.handover import HandOver, caught_signals, next_end, until_stopped
 from gateway.process.listeners import BACKLOG, Listeners, base_url, listen_gateway
 from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place
 
-_IDLE_S = 8
-"""Until an idle connection is closed: longer than clients keep one (httpx, which SDKs use: 5 s), or a request
-may be on its way at that moment."""
+_IDLE_S = 75
+"""Until an idle connection is closed: longer than clients keep one, or a request may be on its way at that
+moment. Load balancers (AWS's ALB, nginx) keep one for 60 s, and would answer a POST with a 502."""
+_IDLE_WHEN_LEAVING_S = 8
+"""The same once another process has taken over, which must not take long: httpx, which SDKs use, keeps one
+for 5 s."""
 
 _LAST_WORDS_S = 1.0
 """How long ended requests get to write their error to the client."""
@@ -52,7 +54,6 @@ _YOUNG_OBJECTS = 10_000
 fifteenth of the time of a gateway that streams."""
 _FULL_COLLECTION_EVERY = 100
 """Collections of the middle generation; Python's default is 10."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _READY_POLL_S = 0.02
 _FIRST_LOOK_S = 3.0
 """How long a worker waits for its models before it accepts connections. Those to a process that died wait for
@@ -182,10 +183,15 @@ def _shorten_pauses() -> None:
 
 def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -> Server:
     """Make the HTTP server for `app`; with TLS if there are the files of a certificate and its key."""
+    protocol = partial(
+        BoundedHttpProtocol,
+        bound=app.state.connections,
+        send_timeout_s=app.state.gateway.settings.send_timeout_s,
+    )
     return Server(
         uvicorn.Config(
             app,
-            http=partial(BoundedHttpProtocol, bound=app.state.connections),  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             access_log=False,
@@ -279,7 +285,7 @@ async def _open(
 
 
 async def _ready(gateway: Gateway) -> None:
-    while not gateway.ready():  # noqa: ASYNC110 - the seam is asked for readiness, it does not announce it
+    while not gateway.serves():  # noqa: ASYNC110 - the seam is asked for readiness, it does not announce it
         await asyncio.sleep(_READY_POLL_S)
 
 
@@ -294,7 +300,8 @@ async def _leave(app: FastAPI, server: Server, grpc_server: GrpcServer, drain_s:
         async with asyncio.timeout_at(deadline):
             await grpc_server.stop(drain_s)
             await asyncio.sleep(_SETTLE_S)
-            while connections.open:  # noqa: ASYNC110 - rare, and bounded
+            while connections.open:
+                connections.close_idle(_IDLE_WHEN_LEAVING_S)
                 await asyncio.sleep(_GONE_POLL_S)
     await _drain(drain, max(0.0, deadline - asyncio.get_running_loop().time()))
 
@@ -306,19 +313,3 @@ async def _drain(drain: Drain, drain_s: float) -> None:
     if not await drain.idle(drain_s):
         drain.end()
         await drain.idle(_LAST_WORDS_S)
-
-
-@contextlib.contextmanager
-def caught_signals() -> Iterator["asyncio.Queue[int]"]:
-    """Collect SIGTERM, SIGINT and SIGUSR2 in a queue."""
-    loop = asyncio.get_running_loop()
-    caught: asyncio.Queue[int] = asyncio.Queue()
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number in before:
-        loop.add_signal_handler(number, caught.put_nowait, number)
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)

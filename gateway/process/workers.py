@@ -4,7 +4,8 @@
 
 The kernel distributes connections among the listeners. This process holds those for HTTP too, so that
 connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
-reset, and new ones go to the other workers. It serves nothing itself. Signals work as in
+reset, and new ones go to the other workers. It serves nothing itself, so it does not import
+`gateway.process.server`, which is most of the time and the memory that a start takes. Signals work as in
 `gateway.process.server` and are passed on; after the first, no worker is replaced. SIGUSR2 is passed on once
 another process serves.
 
@@ -31,16 +32,21 @@ from typing import Any
 import msgspec
 from pydantic import SecretStr
 
-from gateway.limits.counters import mark_ended, new_table
-from gateway.process.handover import HandOver, Inherited, hand_over, next_end, until_stopped
+from gateway.core.backoff import Backoff
+from gateway.limits.counters import mark_begun, mark_ended, new_table
+from gateway.process.handover import (
+    HandOver,
+    Inherited,
+    caught_signals,
+    hand_over,
+    next_end,
+    until_stopped,
+)
 from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
-from gateway.process.server import caught_signals
-from gateway.process.server import run as run_alone
 from gateway.settings import Settings
 from gateway.settings.values import revealed
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place, answers
-from gateway.triton.client import Backoff
 
 _STEADY_S = 60.0
 """A worker that lived longer than this is replaced after the shortest pause."""
@@ -102,6 +108,12 @@ def _plain(value: object) -> Any:
     return str(value)
 
 
+def prepare(listeners: Sequence[Listeners]) -> None:
+    """Import what `run` will need with these, which takes a second if this process is to serve itself."""
+    if len(listeners) == 1:
+        import gateway.process.server  # noqa: F401, PLC0415 - see above, like those below
+
+
 def run(
     settings: Settings,
     *,
@@ -132,6 +144,8 @@ def run(
         sockets = [each for own in listeners for each in (*own.http, own.reserved) if each is not None]
         may_leave = partial(hand_over, [*dict.fromkeys(sockets)])
     if len(listeners) == 1:
+        from gateway.process.server import run as run_alone  # noqa: PLC0415
+
         return run_alone(
             settings,
             listeners=listeners[0],
@@ -170,6 +184,7 @@ async def _run(
     with caught_signals() as signals:
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
         announcing = asyncio.create_task(_announce(workers, url, on_ready))
+        beginning = asyncio.create_task(_begin(workers))
         ended: asyncio.Future[Any] = asyncio.gather(*keeping)
         leave = None if may_leave is None else partial(_leave, workers, may_leave)
         first: asyncio.Future[Any] = asyncio.create_task(until_stopped(signals, leave))
@@ -179,6 +194,7 @@ async def _run(
         handed_over = first.done() and first.result()
         first.cancel()
         announcing.cancel()
+        beginning.cancel()
         for worker in workers:
             worker.end(signal.SIGUSR2 if handed_over else signal.SIGTERM)
         second: asyncio.Future[Any] = asyncio.create_task(next_end(signals))
@@ -208,6 +224,13 @@ async def _leave(workers: Sequence["_Worker"], may_leave: HandOver) -> bool:
             worker.shares = worker.listeners.shared
 
 
+async def _begin(workers: Sequence["_Worker"]) -> None:
+    """Tell the workers when none that is still starting may get a connection: the gateway is ready then."""
+    for worker in workers:
+        await worker.begun.wait()
+    mark_begun(workers[0].place)
+
+
 async def _announce(workers: Sequence["_Worker"], url: str, on_ready: Callable[[str], None] | None) -> None:
     for worker in workers:
         await worker.ready.wait()
@@ -230,11 +253,16 @@ class _Worker:
     ) -> None:
         self.ready = asyncio.Event()
         """Set once all its models have been ready."""
+        self.begun = asyncio.Event()
+        """Set once it was ready, or gets no connections: its process ended again and again, or another
+        gateway's serves in its place until it is ready."""
+        if succeeds:
+            self.begun.set()
         self.listeners = listeners
         self.shares = listeners.shared
         """Whether other processes accept connections from its sockets."""
         self._settings = settings
-        self._place = place
+        self.place = place
         self._succeeds = succeeds
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
@@ -255,7 +283,7 @@ class _Worker:
                 self._turn_away()
             _log.error(
                 "a worker ended; it is replaced",
-                extra={"worker": self._place.number, "status": status, "pause_s": pause_s},
+                extra={"worker": self.place.number, "status": status, "pause_s": pause_s},
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -263,6 +291,7 @@ class _Worker:
 
     def _turn_away(self) -> None:
         """Stop listening until the next process does: nobody should wait for one that may not come."""
+        self.begun.set()
         if self.shares:
             return
         # One that does not listen is left alone: what it accepts later would be shut down from the beginning.
@@ -280,7 +309,7 @@ class _Worker:
     def kill(self) -> None:
         """Kill the process if it has not ended: it is stuck. After `end`."""
         if self._process is not None and self._process.returncode is None:
-            _log.error("a worker did not end; it is killed", extra={"worker": self._place.number})
+            _log.error("a worker did not end; it is killed", extra={"worker": self.place.number})
             self._process.kill()
 
     async def _run(self) -> int:
@@ -291,7 +320,7 @@ class _Worker:
                 *PROGRAM,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(*(listener.fileno() for listener in self.listeners.http), self._place.table),
+                pass_fds=(*(listener.fileno() for listener in self.listeners.http), self.place.table),
                 start_new_session=True,  # a terminal's Ctrl-C is passed on from here, once
             )
         except OSError:  # for example, no memory for another process
@@ -303,14 +332,15 @@ class _Worker:
         assert process.stdin is not None  # noqa: S101 - pipes were asked for
         assert process.stdout is not None  # noqa: S101
         succeeds = self._succeeds and not self.ready.is_set()
-        process.stdin.write(encode_order(self._settings, self.listeners, self._place, succeeds=succeeds))
+        process.stdin.write(encode_order(self._settings, self.listeners, self.place, succeeds=succeeds))
         watching = asyncio.create_task(self._watch(process))
         if await process.stdout.readline():
             self.ready.set()
+            self.begun.set()
         status = await process.wait()
         watching.cancel()
         process.stdin.close()
-        mark_ended(self._place)
+        mark_ended(self.place)
         return status
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
@@ -318,16 +348,19 @@ class _Worker:
         misses, most = 0, _MISSES_AT_START
         while misses < most:
             await asyncio.sleep(_ASK_EVERY_S)
-            if await answers(self._place):
+            if await answers(self.place):
                 misses, most = 0, _MISSES
             else:
                 misses += 1
-        _log.error("a worker hangs; it is killed", extra={"worker": self._place.number})
+        _log.error("a worker hangs; it is killed", extra={"worker": self.place.number})
         process.kill()
 
 
 def main() -> int:
     """Carry out the order on standard input; return the exit status of `gateway.process.server.run`."""
+    # Before a socket listens again: where this fails, nobody should wait for it.
+    from gateway.process.server import run as run_alone  # noqa: PLC0415
+
     order = decode_order(sys.stdin.buffer.readline())
     orphaned = threading.Event()
     threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()

@@ -122,8 +122,9 @@ class Settings(BaseSettings):
     models: Models = Field(
         (),
         validate_default=True,
-        description="ids of the models to serve; empty serves every entry with the inputs of ours; in YAML "
-        "also a mapping of public names, as in a models_file",
+        description="names of the models in Triton to serve, comma-separated; empty: every one whose inputs "
+        "the gateway knows (ours, vLLM's, TensorRT-LLM's, embedding models); in YAML also a mapping of "
+        "public names, as in a models_file",
     )
     models_file: str | None = Field(
         None,
@@ -250,7 +251,8 @@ class Settings(BaseSettings):
     send_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="seconds a client may leave a piece of a stream unread before it counts as gone",
+        description="seconds a client may leave an answer unread before it counts as gone and its "
+        "connection ends",
     )
     idle_timeout_s: float = Field(
         10.0, gt=0, description="seconds without any sign of life from Triton before a request gives up on it"

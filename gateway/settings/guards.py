@@ -16,7 +16,8 @@ def faults_of(settings: "Settings") -> Iterator[str]:
     if not (settings.api_keys or settings.allow_anonymous or is_loopback(settings.host)):
         yield (
             f"host {settings.host} is reachable from outside and there are no api_keys: "
-            "add keys, or set allow_anonymous"
+            "give keys with --keys-file FILE or in TRITONGATE_API_KEYS (`up`: --api-key KEY), "
+            "or let everybody in with --allow-anonymous"
         )
     if not settings.load_on_demand and (
         settings.max_loaded_models

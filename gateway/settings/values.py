@@ -125,7 +125,7 @@ def tokenizer_folder(value: str) -> str:
     if not Path(value).is_dir():
         raise ValueError(f"{value!r} is no folder")
     if not (importlib.util.find_spec("tokenizers") and importlib.util.find_spec("jinja2")):
-        raise ValueError("tokenizers need the extra `templates`: pip install 'tritongate[templates]'")
+        raise ValueError("tokenizers need the extra `templates`: in the clone, pip install '.[templates]'")
     return value
 
 
@@ -156,7 +156,7 @@ def _endpoint(value: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{value!r} is not a URL of http or https")
     if importlib.util.find_spec("opentelemetry.sdk") is None:
-        raise ValueError("traces need the extra `tracing`: pip install 'tritongate[tracing]'")
+        raise ValueError("traces need the extra `tracing`: in the clone, pip install '.[tracing]'")
     return value
 
 

@@ -17,8 +17,9 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 
+from gateway.core.backoff import Backoff
 from gateway.errors import UpstreamProtocolError
-from gateway.triton.client import Backoff, Client, EntryState, Tls
+from gateway.triton.client import Client, EntryState, Tls
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.faults import warn_of_faults
 from gateway.triton.options import PoolOptions

@@ -19,12 +19,13 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from time import perf_counter
 
+from gateway.core.backoff import Backoff
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.telemetry.tracing import Headers
 from gateway.triton.buffer import DeltaBuffer
-from gateway.triton.client import Backoff, Cancel, Client, remaining_s
+from gateway.triton.client import Cancel, Client, remaining_s
 from gateway.triton.dialects.base import ChannelDecoder, Channels, ModelReport, Response
 from gateway.triton.errors import Fault, TritonError
 from wire.channel import Frame

@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from gateway.core.backoff import Backoff
 from gateway.settings.certificates import TlsFiles
 from gateway.settings.files import identity
 from gateway.telemetry.tracing import Headers
@@ -70,25 +71,6 @@ WANT_EMPTY_FINAL = "triton_enable_empty_final_response"
 _Request: TypeAlias = service_pb2.ModelInferRequest
 Cancel: TypeAlias = Callable[[_Request], _Request]
 """Returns a request that has the model end the one given."""
-
-
-class Backoff:
-    """Delays that double from `first_s` to `limit_s`."""
-
-    def __init__(self, first_s: float, limit_s: float) -> None:
-        self._first_s = first_s
-        self._limit_s = limit_s
-        self._next_s = first_s
-
-    def next(self) -> float:
-        """Return the delay before the next attempt, in seconds."""
-        delay = self._next_s
-        self._next_s = min(2 * delay, self._limit_s)
-        return delay
-
-    def reset(self) -> None:
-        """Begin again with `first_s`."""
-        self._next_s = self._first_s
 
 
 class EntryState(enum.IntEnum):

@@ -10,10 +10,9 @@ looks at the Tritons' repositories again and again, and decides what is next:
 Room is a number of models, or the memory that they are said to take, or both.
 
 Triton's own repository index is what is true, for several processes and gateways too: each reads it before
-every decision. Processes of one machine begin loads one after the other, by a lock. What gateways on several
-machines decide at the same moment may cost a load: if more is loaded than is allowed, the next look unloads
-it. A model just loaded stays for `min_loaded_s`, so that gateways which take turns with each other's models
-serve requests between the changes.
+every decision. Processes of one machine begin loads one after the other, by a lock. Gateways on several
+machines may decide at the same moment; if more is loaded than is allowed, the next look unloads it. A model
+just loaded stays for `min_loaded_s`, so that gateways which take turns serve requests between the changes.
 
 Knows nothing of HTTP, and of requests only for which model they wait, and until when.
 """
@@ -238,8 +237,7 @@ class OnDemand:
         ready = [model for model, state in place.states.items() if state is EntryState.READY]
         place.ready_since = {model: place.ready_since.get(model, now) for model in ready}
         for model in ready:
-            replica = place.backend.replicas.get(model)
-            if replica is not None and (replica.outstanding or replica.in_use_elsewhere):
+            if (replica := place.backend.replicas.get(model)) is not None and replica.outstanding:
                 place.used_at[model] = now
         for model, replica in place.backend.replicas.items():
             replica.yielding = model in place.unloading
@@ -379,8 +377,9 @@ class OnDemand:
         return replica is None or not (replica.outstanding or replica.in_use_elsewhere)
 
     def _used(self, place: _Place, model: str) -> float:
-        since = place.ready_since[model]
-        return max(since, place.used_at.get(model, since))
+        replica, since = place.backend.replicas.get(model), place.ready_since[model]
+        elsewhere = since if replica is None else replica.used_elsewhere_at
+        return max(since, place.used_at.get(model, since), elsewhere)
 
     def _unload_needless(self, place: _Place) -> None:
         """Unload what nobody uses for long, and what is one too many."""
@@ -481,18 +480,21 @@ class OnDemand:
 @contextlib.contextmanager
 def _alone(address: str) -> Iterator[bool]:
     """Keep this user's other processes from beginning a load on the same Triton; False: one of them does."""
-    name = f"tritongate-{os.getuid()}-{rank(b'', address).hex()}.lock"
+    path = Path(tempfile.gettempdir()) / f"tritongate-{os.getuid()}-{rank(b'', address).hex()}.lock"
     try:
-        file = os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError:
         yield True  # the index alone must do
         return
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = os.fstat(file).st_nlink > 0  # else its last holder has removed it since it was opened
+    except OSError as error:
+        alone = not isinstance(error, BlockingIOError)  # there may be no locks here
+    try:
+        yield alone
     finally:
+        if alone:
+            with contextlib.suppress(OSError):
+                path.unlink()
         os.close(file)

@@ -13,12 +13,14 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gateway.core.backoff import Backoff
 from gateway.errors import GatewayError
 from gateway.triton.channel import DeltaChannel
-from gateway.triton.client import Backoff, Client, EntryState
+from gateway.triton.client import Client, EntryState
 from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import PoolOptions
@@ -105,7 +107,14 @@ class Replica:
         """It gets no new requests: when those that run have ended, it makes room for another model."""
         self.in_use_elsewhere = False
         """Whether requests of others run on it, as far as can be told; only of what is loaded on demand."""
-        self._inferences: int | None = None
+        self.used_elsewhere_at = -math.inf
+        """When that was last so, or others' requests were found to have ended, on the event loop's clock."""
+        self._ended = 0
+        """Number of requests of this process that have."""
+        self._ended_before = 0
+        """The same when the latest look began."""
+        self._begun_there: int | None = None
+        """Number of anybody's requests since it was loaded, at the latest look; None: not known."""
         self._withdrawn = False
         self._failed = False
         """Whether it was found dead or stuck, and has not answered since."""
@@ -156,6 +165,7 @@ class Replica:
             yield
         finally:
             self.outstanding -= 1
+            self._ended += 1
 
     @contextlib.contextmanager
     def withdrawn(self, *, wanted: bool) -> Iterator[None]:
@@ -252,6 +262,7 @@ class Replica:
             await self.channel.opened()
 
     async def _probe(self) -> ModelReport:
+        ended = self._ended
         dialect = self._dialect
         if dialect is None or dialect.probe is None:  # a probe fails where the model has become another
             dialect = await self._find_dialect()
@@ -264,7 +275,8 @@ class Replica:
             probe = dialect.probe.request(self.model)
             report = dialect.probe.read(await self.client.infer(probe, deadline=deadline))
         if self._on_demand:
-            self.in_use_elsewhere = not self.outstanding and await self._used(report)
+            await self._note_others(report)
+            self._ended_before = ended
         self._dialect = dialect  # `suspect` may have removed it meanwhile
         return report
 
@@ -278,14 +290,21 @@ class Replica:
             dialect = replace(dialect, streams=await self.client.decoupled(self.model))
         return dialect
 
-    async def _used(self, report: ModelReport) -> bool:
-        """Tell whether requests run on it or, if its contract has no probe, have run since the last look."""
-        if report.running is not None:
-            return report.running > 0
-        before = self._inferences
-        with contextlib.suppress(TritonError):  # this may be restricted, which is no fault of the model
-            self._inferences = await self.client.inferences(self.model)
-        return self._inferences != before
+    async def _note_others(self, report: ModelReport) -> None:
+        """Note whether others use it: requests run, or more have begun than those of this process can be.
+
+        A short one is hardly ever seen while it runs.
+        """
+        before, self._begun_there = self._begun_there, report.begun
+        if report.running is None:  # it has no probe: Triton counts
+            with contextlib.suppress(TritonError):  # this may be restricted, which is no fault of the model
+                self._begun_there = await self.client.inferences(self.model)
+        own = self._ended + self.outstanding - self._ended_before  # all that may have begun there since
+        began = before is not None and self._begun_there is not None and self._begun_there - before > own
+        running = began if report.running is None else report.running > 0
+        self.in_use_elsewhere = running and not self.outstanding
+        if began or self.in_use_elsewhere:
+            self.used_elsewhere_at = asyncio.get_running_loop().time()
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
         """Return the state after a failed probe, and the reason."""

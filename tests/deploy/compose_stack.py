@@ -107,11 +107,13 @@ class ComposeStack:
         deadline = time.monotonic() + timeout_s
         restarts = 0
         while (done := self.healthy(name)).returncode != 0:
+            status = self._processes[name].poll()  # before the log is read, so that all is in it
             said = done.stdout + done.stderr + self.log(name)
-            if restarts < RESTARTS and starved(self._processes[name].poll(), said):
+            if status is not None:
+                assert restarts < RESTARTS, (status, said)
+                assert starved(status, said), (status, said)
                 restarts += 1
                 self.start(name)  # the restart policy
-            assert self._processes[name].poll() is None, said
             assert time.monotonic() < deadline, said
             time.sleep(1)  # each check is a process, which takes half a second of a processor
         self._remember()

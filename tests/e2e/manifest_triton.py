@@ -86,10 +86,11 @@ class ManifestTriton:
         restarts = 0
         while not self.is_ready():
             assert self._command is not None
-            if restarts < RESTARTS and starved(self._command.process.poll(), self._command.output):
+            if (status := self._command.ended()) is not None:
+                assert restarts < RESTARTS, (status, self._command.output)
+                assert starved(status, self._command.output), (status, self._command.output)
                 restarts += 1
                 self.start()  # as the kubelet does
-            assert self._command.process.poll() is None, self._command.output
             assert time.monotonic() < deadline, self._command.output
             time.sleep(0.2)
 

@@ -1,9 +1,9 @@
 """A `1/model.py` that does what its prompt says, to see how Triton carries each failure.
 
-`refuse CODE`, `raise`, `hang` (accepted, then nothing until cancelled, which is noted by a file `cancelled-…`
-in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by itself, over
-the channel if the request names one. The tokens of a text are its characters. It is loading as long as there
-is a file `hold` in the folder.
+`refuse CODE`, `raise`, `hang` (accepted, then nothing until told to cancel, which is noted by a file
+`cancelled-…` in the entry's folder), `beat` (the same with heartbeats), `die`; anything else is answered by
+itself, over the channel if the request names one. The tokens of a text are its characters. It is loading as
+long as there is a file `hold` in the folder.
 """
 
 import os
@@ -20,7 +20,7 @@ from wire import names
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Meta, ProbeReport, Tokenized, Usage, encode_meta
 from wire.refusal import RefusalCode, refusal_text
-from wire.request import Detokenize, Generation, OpenChannel, Probe, Tokenize, decode_request
+from wire.request import Cancel, Detokenize, Generation, OpenChannel, Probe, Tokenize, decode_request
 
 ACCEPTED = Meta(accepted=Accepted(request_id="r", prompt_tokens=1))
 USAGE = Usage(prompt_tokens=1, completion_tokens=1)
@@ -39,6 +39,8 @@ class Call:
     """The responses to one request."""
 
     def __init__(self, request: Any) -> None:
+        self.told = threading.Event()
+        """To cancel."""
         self._sender = request.get_response_sender()
 
     def send(self, text: str, meta: Meta, *, final: bool = False) -> None:
@@ -96,6 +98,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self.folder = Path(args["model_repository"])
         self.channels: dict[str, Channel] = {}
+        self.lasting: dict[str | None, Call] = {}
         while (self.folder / "hold").exists():
             time.sleep(0.05)
 
@@ -108,6 +111,11 @@ class TritonPythonModel:
                     call.send("", Meta(probe=REPORT), final=True)
                 case OpenChannel(open_channel=channel_id):
                     self.channels[channel_id] = Channel(call)
+                case Cancel(cancel=id_):
+                    lasting = self.lasting.get(id_)
+                    if lasting is not None:
+                        lasting.told.set()
+                    call.send("", Meta(cancelled=lasting is not None), final=True)
                 case Tokenize():
                     call.send("", Meta(tokenized=Tokenized(ids=list(map(ord, prompt.decode())))), final=True)
                 case Detokenize(detokenize=ids):
@@ -123,6 +131,7 @@ class TritonPythonModel:
         elif word == "die":
             os._exit(1)
         elif word in {"hang", "beat"}:
+            self.lasting[generation.request_id] = call
             threading.Thread(target=self._last, args=(call,), kwargs={"beat": word == "beat"}).start()
         else:
             self._answer(word, generation, call)
@@ -143,8 +152,7 @@ class TritonPythonModel:
 
     def _last(self, call: Call, *, beat: bool) -> None:
         call.send("", ACCEPTED)
-        while not call.cancelled():
-            time.sleep(BEAT_S)
+        while not (call.told.wait(BEAT_S) or call.cancelled()):
             if beat:
                 call.send("", Meta())
         (self.folder / f"cancelled-{uuid.uuid4()}").touch()

@@ -94,7 +94,9 @@ async def test_answers_are_alike_whether_they_are_streamed_or_not(
     await idle(up)
 
 
-async def lasting(client: openai.AsyncOpenAI, **changes: Any) -> tuple[str, str]:
+async def lasting(
+    client: openai.AsyncOpenAI, begun: asyncio.Event | None = None, **changes: Any
+) -> tuple[str, str]:
     """Stream a long answer to its end; return how it ended and its text."""
     text, reason = "", ""
     try:
@@ -102,6 +104,8 @@ async def lasting(client: openai.AsyncOpenAI, **changes: Any) -> tuple[str, str]
         async for chunk in stream:
             text += chunk.choices[0].delta.content or ""
             reason = chunk.choices[0].finish_reason or reason
+            if begun is not None and text:
+                begun.set()
     except (openai.APIError, httpx.TransportError) as error:
         reason = f"error: {error}"
     return reason, text
@@ -142,13 +146,10 @@ async def test_a_channel_lost_under_load_leaves_no_stream_silent(
         assert expected[0] == "length"
         ends: list[tuple[str, str]] = []
         for _ in range(2):
-            tasks = [asyncio.create_task(lasting(client, temperature=0)) for _ in range(16)]
-            await until(
-                lambda tasks=tasks: (
-                    up.gauge("tritongate_engine_requests_running", model="chatglm3") >= 8
-                    or all(task.done() for task in tasks)
-                )
-            )
+            begun = [asyncio.Event() for _ in range(16)]
+            tasks = [asyncio.create_task(lasting(client, each, temperature=0)) for each in begun]
+            # One that has not begun is refused if the next channel does not open in time.
+            await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), 100)
             opened = proxy.opened
             proxy.reset_channels()
             ends += await asyncio.wait_for(asyncio.gather(*tasks), 100)

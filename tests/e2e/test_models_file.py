@@ -204,7 +204,7 @@ def test_the_commands_tell_of_every_name(gateway: ServeProcess, server: StockSer
     status, text = run("models", *flags)
     assert status == 0
     rows = [line.split() for line in text.splitlines()]
-    assert rows[1] == ["plain", "gpt-4o", "vllm", server.grpc, "vllm", "ready", "-"]
+    assert rows[1] == ["plain", "gpt-4o", "vllm", server.grpc, "vllm", "ready", "-", "-"]
     assert [row[0] for row in rows] == ["model", "plain", "brief", "secret"]
     status, text = run("models", gateway.base_url, "--key", "of-bob")
     assert [line.split() for line in text.splitlines()] == [

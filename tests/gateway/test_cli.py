@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
 import gateway.cli
 from gateway.cli import greeting, main
-from gateway.commands.check import Finding
+from gateway.commands.reach import Finding
 from gateway.process.listeners import base_url, bind, bind_gateway, claim
 from gateway.settings import Settings, reload, settings_table
 from gateway.settings.values import Scope, revealed
@@ -33,8 +34,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(settings)
         return 0
 
-    def run_up(replicas: list[Replica], serve: Any, _out: Any) -> int:
+    def run_up(replicas: list[Replica], serve: Any, _out: Any, *, meanwhile: Any) -> int:
         calls.append(replicas)
+        meanwhile()
         code: int = serve([f"127.0.0.1:{number}" for number in range(1, len(replicas) + 1)], READY, print)
         return code
 
@@ -54,6 +56,30 @@ def test_every_setting_has_its_flag() -> None:
     for row in settings_table():
         assert row.env in text or row.flag is None
         assert row.flag is None or row.flag in text
+
+
+def test_every_command_is_described_in_a_line() -> None:
+    lines = run("--help")[1].partition("Commands:\n")[2].splitlines()
+    assert len(lines) == len(main.list_commands(click.Context(main)))
+    assert not [line for line in lines if line.endswith("...") or len(line) > 80]
+
+
+def test_up_tells_its_own_defaults(served: list[Any]) -> None:
+    """They were those of `serve`, and the engine's flags had none."""
+    text = " ".join(run("up", "--help")[1].split()).replace("- ", "-")  # where a line was broken
+    assert "default: warning, or info with --log-format; env: TRITONGATE_LOG_LEVEL" in text
+    assert "default: plain, or json with --log-level; env: TRITONGATE_LOG_FORMAT" in text
+    assert "default: 5, which is the most; env: TRITONGATE_DRAIN_S" in text
+    for flag in ("--log-format=text", "--log-level=error"):
+        assert run("up", "--port", "0", *KSERVE, flag)[0] == 0
+    assert (served[1].log_level, served[3].log_format) == ("info", "json")
+
+
+def test_serve_has_no_flag_for_a_key() -> None:
+    status, text = run("serve", "--api-key", "s3cret")
+    assert status == 2
+    assert "`serve` has no --api-key: use --keys-file or TRITONGATE_API_KEYS" in text
+    assert "--api-key" not in run("serve", "--help")[1].replace("`up` has --api-key", "")
 
 
 def test_serve(served: list[Any]) -> None:
@@ -278,8 +304,21 @@ def test_the_command_is_installed() -> None:
     assert done.stdout.startswith("tritongate ")
 
 
-@pytest.mark.parametrize("module", ["click", "gateway.settings", "gateway.app", "gateway.kserve.grpc"])
-def test_ctrl_c_while_modules_are_imported_is_a_word(module: str) -> None:
+UP = ["up", "--port", "0"]
+SERVE = ["serve", "--port", "0", "--workers", "1", "--upstreams", "127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        (UP, "click"),
+        (UP, "gateway.settings"),
+        (UP, "gateway.process.workers"),  # what comes later is imported while Triton starts
+        (SERVE, "gateway.app"),
+        (SERVE, "gateway.kserve.grpc"),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_is_a_word(arguments: list[str], module: str) -> None:
     program = f"""
 import os, signal, sys
 class Finder:
@@ -288,7 +327,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
-sys.argv[1:] = ["up", "--port", "0"]
+sys.argv[1:] = {arguments!r}
 import gateway.commands
 gateway.commands.run()
 """

@@ -1,5 +1,6 @@
 """`gateway.up` over scripted children, which say what the real one would."""
 
+import contextlib
 import io
 import os
 import signal
@@ -250,6 +251,22 @@ def test_a_signal_while_it_starts_stops_it(number: int, tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, inherited)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_amid_what_is_done_meanwhile_stops_it(number: int) -> None:
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        out = io.StringIO()
+
+        def swallow() -> None:  # as some extension modules do when they are imported
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(number)
+
+        assert run_up([child(UNTIL_EOF)], _must_not_serve, out, meanwhile=swallow) == 130
+        assert out.getvalue() == "stopping\n"
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def test_a_signal_amid_the_start_of_a_child_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from triton_models.entries import ModelEntry, write_entry
-from triton_models.options import OPTIONS, EntryParameters, read_parameters
+from triton_models.options import EntryParameters, read_parameters
 from wire.history import decode_history
+from wire.options import OPTIONS
 from wire.request import Generation, decode_request
 from wire.strings import unpack_strings
 

@@ -141,18 +141,6 @@ def test_what_the_forward_pass_does_not_do_is_refused_by_name(
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ("mistral", {"sliding_window": 128}, "sliding_window 128"),
-        (
-            "mistral",
-            {"sliding_window": 256, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            "sliding_window 256 .* the 1024 positions",
-        ),
-        (
-            "mistral",
-            {"sliding_window": 256, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "sliding_window 256 .* the 1024 positions",
-        ),
-        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, "sliding_window 128"),
     ],
 )
 def test_variants_of_transformers_classes_are_refused_by_name(
@@ -164,20 +152,31 @@ def test_variants_of_transformers_classes_are_refused_by_name(
         read_shape(tmp_path)
 
 
+def test_a_window_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    write_native(tmp_path, "mistral")
+    configure(tmp_path, sliding_window="half")
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        read_shape(tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("family", "changes"),
+    ("family", "changes", "positions"),
     [
-        ("mistral", {"sliding_window": 256}),
-        ("qwen2", {"sliding_window": 128}),
-        ("qwen3", {"sliding_window": 128, "use_sliding_window": False}),
+        ("mistral", {"sliding_window": 256}, 256),
+        ("mistral", {"sliding_window": 128}, 128),
+        ("mistral", {"sliding_window": 256, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 256),
+        ("mistral", {"sliding_window": None}, 256),
+        ("qwen2", {"sliding_window": 128}, 256),
+        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, 128),
+        ("qwen3", {"sliding_window": 128, "use_sliding_window": False}, 256),
     ],
 )
-def test_a_window_that_holds_everything_or_is_off_is_none(
-    tmp_path: Path, family: str, changes: dict[str, Any]
+def test_a_context_is_within_the_window_of_attention(
+    tmp_path: Path, family: str, changes: dict[str, Any], positions: int
 ) -> None:
     write_native(tmp_path, family)
     configure(tmp_path, **changes)
-    assert read_shape(tmp_path).positions == 256
+    assert read_shape(tmp_path).positions == positions
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import EntryError
-from triton_models.options import OPTIONS, Option, read_parameters
+from triton_models.options import read_parameters
+from wire.options import OPTIONS
 
 BY_NAME = {option.name: option for option in OPTIONS}
 
@@ -98,20 +99,6 @@ def test_tritons_own_parameters_are_left_alone() -> None:
 def test_what_cannot_be_meant_is_refused_by_name(parameters: dict[str, str], words: str) -> None:
     with pytest.raises(EntryError, match=words):
         read_parameters(triton_args(parameters))
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_an_option_says_what_it_is(option: Option) -> None:
-    assert option.flag == "--" + option.name.replace("_", "-")
-    assert option.help.endswith(".")
-    assert option.default_text.startswith(option.default)
-    if option.gpu is not None:
-        assert f"{option.gpu} on a GPU" in option.default_text
-        assert option.parse(str(option.gpu)) == option.gpu
-    if option.choices:
-        assert all(choice in option.range_text for choice in option.choices)
-        for choice in option.choices:
-            assert option.parse(choice) == choice
 
 
 def test_the_engines_own_defaults_are_those_that_are_said() -> None:

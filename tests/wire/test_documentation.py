@@ -7,12 +7,12 @@ from typing import get_args
 import msgspec
 import pytest
 
-from triton_models.options import OPTIONS
 from wire import names
 from wire.channel import Frame
 from wire.grammar import CallableTool, Grammar, GrammarKind, ToolCalls
 from wire.history import Turn
 from wire.meta import Meta
+from wire.options import OPTIONS
 from wire.refusal import RefusalCode
 from wire.request import Detokenize, Generation, Tokenize
 
@@ -40,7 +40,7 @@ def test_the_tables_list_every_key(words: str, document: type[msgspec.Struct]) -
 
 
 def test_the_options_are_listed_with_their_defaults() -> None:
-    rows = CONTRACT.split("`triton_models.options.OPTIONS`")[1].split("\n\n")[1].splitlines()[2:]
+    rows = CONTRACT.split("`wire.options.OPTIONS`")[1].split("\n\n")[1].splitlines()[2:]
     told = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
     assert told == [
         (f"`{option.name}`", option.default_text, option.range_text, option.help) for option in OPTIONS

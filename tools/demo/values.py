@@ -19,15 +19,16 @@ from fastapi.routing import APIRoute
 
 import triton_models
 from gateway.app import create_app
-from gateway.cli import DTYPES, UP_DRAIN_S, UP_PORTS
+from gateway.cli import UP_DRAIN_S, UP_PORTS
 from gateway.http.middleware import IGNORED_HEADER
 from gateway.settings import ENV_PREFIX, Settings
 from gateway.up import METRICS_PORT
 from triton_models.directory import BLOOM_TYPE, NATIVE_TYPES, FormatName
-from triton_models.engine.settings import EngineSettings
+from triton_models.engine.settings import BLOCK_TOKENS
 from triton_models.serving.report import PREFIX
 from triton_models.serving.service import HEARTBEAT_S
 from wire.limits import STOPS_LIMIT, TOP_LOGPROBS_LIMIT
+from wire.options import OPTIONS
 from wire.sampling import Sampling
 
 Lang = Literal["en", "zh"]
@@ -87,10 +88,11 @@ def values(lang: Lang) -> Mapping[str, str]:
     """Return every value by the name that pages have for it."""
     settings = Settings.model_validate({})
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (dtypes,) = (option.choices for option in OPTIONS if option.name == "dtype")
     return {
         "body_mib": str(settings.max_body_bytes // 2**20),
         "drain_s": f"{settings.drain_s:g}",
-        "dtypes": _joined(DTYPES, lang, last={"en": "or", "zh": "或"}),
+        "dtypes": _joined(dtypes, lang, last={"en": "or", "zh": "或"}),
         "endpoints": _listed(endpoints(), lang),
         "engine_prefix": PREFIX,
         "env_prefix": ENV_PREFIX,
@@ -101,7 +103,7 @@ def values(lang: Lang) -> Mapping[str, str]:
         "kserve": _KSERVE,
         "kserve_grpc_port": str(UP_PORTS["kserve_grpc_port"]),
         "kserve_http_port": str(UP_PORTS["kserve_http_port"]),
-        "kv_block": str(EngineSettings().block_size),
+        "kv_block": str(BLOCK_TOKENS),
         "largest_factor": str(LARGEST_FACTOR),
         "largest_term": str(LARGEST_TERM),
         "layers": _WORDS[lang][json.loads((CHECKPOINT / "config.json").read_bytes())["num_layers"]],

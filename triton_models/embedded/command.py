@@ -15,12 +15,13 @@ import click
 from triton_models.embedded import models
 from triton_models.embedded.errors import EmbeddedError, SetupError
 from triton_models.embedded.installation import choose_device, find_installation
-from triton_models.embedded.models import NO_CONTEXT, model_flags
+from triton_models.embedded.models import NO_CONTEXT
 from triton_models.embedded.server import Ports, TritonServer, new_key
 from triton_models.embedded.supervisor import Supervisor
 from triton_models.embedded.warden import RunDirectory
 from triton_models.tracing import trace_arguments
 from wire.events import Event, Failed, Notice, write_event
+from wire.flags import model_flags
 
 
 @click.command()
@@ -43,7 +44,7 @@ from wire.events import Event, Failed, Notice, write_event
     metavar="KEY=VALUE",
     help="What Triton demands for the repository and more.",
 )
-@model_flags
+@model_flags()
 def main(**arguments: Any) -> None:
     """Serve models on the tritonserver of the nvidia-pytriton wheel, on 127.0.0.1 only.
 

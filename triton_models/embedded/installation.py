@@ -57,7 +57,7 @@ def find_installation() -> Installation:
     if spec is None or not spec.submodule_search_locations:
         raise SetupError(
             "nvidia-pytriton, which carries tritonserver, is not installed: "
-            "pip install 'tritongate[embedded]' on Linux x86-64 with glibc 2.35 or newer"
+            "in the clone, pip install '.[embedded]' on Linux x86-64 with glibc 2.35 or newer"
         )
     if not (numpy := importlib.metadata.version("numpy")).startswith("1."):
         # The stub is built against numpy 1: under numpy 2, every string tensor arrives as garbage.

@@ -1,21 +1,18 @@
-"""What every Triton of ours is started with: flags for its models, their repository entries, and its privacy.
+"""What every Triton of ours is started with: its models, their repository entries, and its privacy.
 
-A program with these flags must be able to report that parts of the engine are not installed: so what writes
+A program that starts one must be able to report that parts of the engine are not installed: so what writes
 entries is imported only when it is needed.
 """
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
-
-import click
+from typing import Final
 
 from triton_models.directory import check_checkpoint
 from triton_models.embedded.errors import SetupError
 from triton_models.errors import CheckpointError
-from triton_models.options import OPTIONS, Option, Options, Value
+from triton_models.options import Options
 
 BUILT_IN_NAME = "chatglm3-demo"
 BUILT_IN_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / BUILT_IN_NAME
@@ -38,25 +35,6 @@ NO_CONTEXT: Final = ("--min-supported-compute-capability=99", "--pinned-memory-p
 context (582 MiB on an H200), in which nothing is computed: for a memory pool and peer access on each GPU that
 it supports, and for a pool of pinned host memory. With them it refuses entries of KIND_GPU. Its metrics of
 GPUs stay: they come from DCGM, of every GPU that CUDA shows."""
-
-
-def model_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for each option to `command`, whose values are None where they are not set."""
-    for option in reversed(OPTIONS):
-        command = _flag(option)(command)
-    return command
-
-
-def _flag(option: Option) -> Callable[..., Any]:
-    def parse(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Value | None:
-        try:
-            return None if text is None else option.parse(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    metavar = "|".join(option.choices) or {int: "N", float: "X", str: "TEXT"}[option.kind]
-    text = f"{option.help} [default: {option.default_text}]"
-    return click.option(option.flag, option.name, callback=parse, metavar=metavar, help=text)
 
 
 def private_arguments(key: str) -> list[str]:

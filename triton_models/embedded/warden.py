@@ -3,9 +3,10 @@
     python -I -S warden.py PARENT_PID RUN_DIRECTORY COMMAND...
 
 The warden, with its single thread, runs tritonserver as its child. On a signal (the kernel sends one when the
-supervisor dies) it asks the server to stop, waits a while, then kills the server and its stubs, and removes
-their shared memory. If the warden itself is killed, the kernel kills the server, and the supervisor or the
-next start finds the stubs by their command line. It imports few modules, to need little memory.
+supervisor dies) it asks the server to stop, waits a while, then kills the server, its stubs and what these
+started, and removes their shared memory. If the warden itself is killed, the kernel kills the server, and the
+supervisor or the next start finds the stubs by their command line. It imports few modules, to need little
+memory.
 """
 
 import contextlib
@@ -196,6 +197,7 @@ def main(arguments: list[str]) -> int:
     status = 0
     if os.getppid() == parent:  # else it died before the kernel was asked to signal us
         status = _wait(_start(command))
+    _end_children()
     run.clean()
     if os.getppid() != parent:
         run.remove()
@@ -234,6 +236,30 @@ def _wait(server: int) -> int:
                     if ended[0] == server:
                         code = os.waitstatus_to_exitcode(ended[1])
                         return code if code >= 0 else SIGNAL_STATUS - code
+
+
+def _end_children() -> None:
+    """Kill and reap what the server has left, and what that had started, for five seconds at most.
+
+    No command line tells of a process that is about to exit, and it may still hold its GPU's memory.
+    """
+    deadline = time.monotonic() + _KILL_S
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < deadline:
+            for pid in _children():
+                with contextlib.suppress(PermissionError):  # another user's by now
+                    os.kill(pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+            time.sleep(_KILL_INTERVAL_S)
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent is this one; none if the kernel keeps no list."""
+    own = os.getpid()
+    with contextlib.suppress(OSError):
+        return list(map(int, Path(f"/proc/{own}/task/{own}/children").read_bytes().split()))
+    return []
 
 
 def _prctl(option: int, value: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,13 @@ from triton_models.engine.ops_cpu import (
 )
 from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
+from triton_models.engine.settings import BLOCK_TOKENS
 
 _CPU_DRAFTS = DraftLimits(wait_s=0.0004, wait_more_s=0.00002)
 """Measured on two cores (bench/LOG.md), as a GPU's were on an H200."""
+_HOPPER = (9, 0)
+HOPPER_BLOCK_TOKENS: Final = 64
+"""Its attention of prompts copies so many keys of 16 bits at once (`kernels.attention_prefill`)."""
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: the first generation whose matrix units support bfloat16."""
 
@@ -75,6 +79,8 @@ class Backend:
     """Gives a matrix the form that suits the device; converting it again changes nothing. None: it stays."""
     reads_16_bits: bool = False
     """Whether products in float32 also take converted matrices of 16 bits."""
+    block_size: int = BLOCK_TOKENS
+    """Tokens of a KV block that suit attention."""
 
 
 PLAIN = Backend(
@@ -99,7 +105,10 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         return replace(PLAIN, reason=f"plain torch operations: {device} has compute capability {capability}")
     if find_spec("triton") is None:
         return replace(PLAIN, reason="plain torch operations: the package triton is missing")
-    return cuda_backend(dtype)
+    backend = cuda_backend(dtype)
+    if capability == _HOPPER and dtype.itemsize == 2:  # noqa: PLR2004 - bytes
+        return replace(backend, block_size=HOPPER_BLOCK_TOKENS)
+    return backend
 
 
 def _cpu_backend(dtype: torch.dtype) -> Backend:

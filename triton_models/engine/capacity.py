@@ -81,17 +81,17 @@ def choose_capacity(
     """
     context = longest_context(settings, model)
     blocks, reason = _choose_blocks(settings, model, context, run_largest)
-    needed = blocks * settings.block_size * model.kv_shape.bytes_per_token(model.dtype)
+    needed = blocks * settings.block_tokens * model.kv_shape.bytes_per_token(model.dtype)
     if needed > (there := total_bytes(model.device)):
         raise SettingsError(
             f"{blocks} KV blocks ({reason}) take {needed / GIB:,.1f} GiB,"
             f" and {model.device} has {there / GIB:,.1f}"
         )
-    held = blocks * settings.block_size
+    held = blocks * settings.block_tokens
     if held < context:
         reason += f"; the context is {held} instead of {context} tokens, which is all the blocks hold"
         context = held
-    return Capacity(blocks, context, f"{blocks} KV blocks of {settings.block_size} tokens: {reason}")
+    return Capacity(blocks, context, f"{blocks} KV blocks of {settings.block_tokens} tokens: {reason}")
 
 
 def _choose_blocks(
@@ -99,7 +99,7 @@ def _choose_blocks(
 ) -> tuple[int, str]:
     if settings.kv_blocks is not None:
         return settings.kv_blocks, "kv_blocks was set"
-    block_bytes = settings.block_size * model.kv_shape.bytes_per_token(model.dtype)
+    block_bytes = settings.block_tokens * model.kv_shape.bytes_per_token(model.dtype)
     if settings.kv_memory_gib is not None:
         memory = int(settings.kv_memory_gib * GIB)
         reason = f"{settings.kv_memory_gib} GiB were set"
@@ -121,7 +121,7 @@ def _choose_blocks(
     fitting = memory // block_bytes
     if fitting < 1:
         raise SettingsError(f"a KV block takes {block_bytes} bytes and {memory} are there ({reason})")
-    usable = settings.max_running * -(-context // settings.block_size)
+    usable = settings.max_running * -(-context // settings.block_tokens)
     if fitting >= usable:
         return usable, f"all that {settings.max_running} sequences of {context} tokens can use ({reason})"
     return fitting, reason

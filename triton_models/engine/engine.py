@@ -88,6 +88,7 @@ class Engine:
             model.convert(backend.convert)
         self._overlap = backend.overlap
         self._drafts = backend.drafts
+        settings = replace(settings, block_size=settings.block_size or backend.block_size)
         self.settings = settings
         self.vocabulary = model.vocab_size
         self.clock = clock
@@ -219,7 +220,7 @@ class Engine:
         self._uncollected.clear()
 
     def _start_scheduler(self) -> None:
-        self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_size)
+        self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_tokens)
         self._scheduler = Scheduler(self._blocks, self.settings, self._drafts)
 
     def _launch_next(self) -> None:

@@ -1,6 +1,7 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -17,7 +18,13 @@ from triton_models.engine.kernels.attention_prefill import (
 from triton_models.engine.kernels.elementwise import gelu, rotate_store, swiglu
 from triton_models.engine.kernels.elementwise import norm as norm_rows
 from triton_models.engine.kernels.fp8 import MAX_ROWS as FP8_ROWS
-from triton_models.engine.kernels.fp8 import fp8_linear, gated_rows, quantise_rows, scaled_product
+from triton_models.engine.kernels.fp8 import (
+    added_rows,
+    fp8_linear,
+    gated_rows,
+    quantise_rows,
+    scaled_product,
+)
 from triton_models.engine.kernels.linear import MAX_ROWS, linear, new_arrivals
 from triton_models.engine.kernels.tiles import MAX_ROWS as TILED_ROWS
 from triton_models.engine.kernels.tiles import TILE, TiledLinear, tiled_linear
@@ -51,7 +58,9 @@ class CudaOperations:
         )
         self._arrivals = new_arrivals(model.device)
         self._unit = torch.ones((), dtype=torch.float32, device=model.device)
-        self._tile = queries_per_tile(model.query_heads, kv.heads, prefill_config(kv.head_dim, model.dtype))
+        self._ahead: tuple[Tensor, Norm, tuple[Tensor, Tensor]] | None = None
+        """Hidden states, and their norm in 8 bits, for the next product."""
+        self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
 
     def begin(self, layout: StepLayout) -> None:
         """Choose how the step's decodes are divided among programs."""
@@ -72,11 +81,15 @@ class CudaOperations:
 
     def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
         """Divide chunks into the tiles of the prefill kernel."""
-        return make_tiles(chunks, self._tile)
+        return make_tiles(chunks, self._tile(chunks[-1].end)) if chunks else []
 
     def most_tiles(self, rows: int, chunks: int) -> int:
         """Return the most tiles: each chunk has at most one that it does not fill."""
-        return rows // self._tile + chunks
+        return rows // self._tile(rows) + chunks
+
+    def _tile(self, rows: int) -> int:
+        """Return how many tokens a tile has in a step of `rows` rows."""
+        return queries_per_tile(self._query_heads, self._kv_heads, self._prefill(rows=rows))
 
     def reset(self) -> None:
         """Zero the counters that a failed launch may have left."""
@@ -118,7 +131,10 @@ class CudaOperations:
             )
         if layout.tiles is not None:
             # After decode attention, whose padding rows have written zeros to rows of prompts.
-            prefill_attention(queries, keys, values, tables, layout.tiles, attended, slopes=slopes)
+            config = self._prefill(rows=len(queries))
+            prefill_attention(
+                queries, keys, values, tables, layout.tiles, attended, config=config, slopes=slopes
+            )
         return attended.flatten(1)
 
     def norm(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -130,8 +146,12 @@ class CudaOperations:
         product = self._product(inputs, matrix, norm)
         return matrix(_normed(inputs, norm)) if product is None else product
 
-    def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
+    def add_linear(
+        self, hidden: Tensor, inputs: Tensor, matrix: Linear, *, then: Norm | None = None
+    ) -> Tensor:
         """Add `matrix(inputs)` to `hidden` in place, and return it."""
+        if then is not None and _by_library(matrix, len(inputs)):
+            return self._add_ahead(hidden, quantise_rows(inputs), matrix, then)
         if self._product(inputs, matrix, None, residual=hidden) is not None:
             return hidden
         if isinstance(matrix, QuantisedLinear | TiledLinear) or matrix.bias is not None:
@@ -148,14 +168,38 @@ class CudaOperations:
         return gelu(self.linear(inputs, matrix, norm=norm))
 
     def feed_forward(
-        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, gated: bool, add: bool
+        self,
+        hidden: Tensor,
+        up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        gated: bool,
+        add: bool,
+        then: Norm | None = None,
     ) -> Tensor:
         """Return `down` of the activated `up` of the normed `hidden`, and add it to `hidden` if asked to."""
         if gated and _by_library(up, len(hidden)) and _by_library(down, len(hidden)):
-            x = gated_rows(quantise_rows(hidden, norm), up, unit=self._unit)
+            x = gated_rows(self._rounded(hidden, norm), up, unit=self._unit)
+            if add and then is not None:
+                return self._add_ahead(hidden, x, down, then)
             return scaled_product(x, down, unit=self._unit, residual=hidden if add else None)
         activated = (self.linear_swiglu if gated else self.linear_gelu)(hidden, up, norm=norm)
-        return self.add_linear(hidden, activated, down) if add else self.linear(activated, down)
+        if add:
+            return self.add_linear(hidden, activated, down, then=then)
+        return self.linear(activated, down)
+
+    def _add_ahead(self, hidden: Tensor, x: tuple[Tensor, Tensor], matrix: Fp8Linear, then: Norm) -> Tensor:
+        """Add a product to `hidden`, and round its norm in the same launch."""
+        self._ahead = hidden, then, added_rows(x, matrix, unit=self._unit, residual=hidden, norm=then)
+        return hidden
+
+    def _rounded(self, inputs: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """Return `quantise_rows(inputs, norm)`, which the operation before this one may have made."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is inputs and ahead[1] is norm:
+            return ahead[2]
+        return quantise_rows(inputs, norm)
 
     def _product(
         self,
@@ -188,7 +232,7 @@ class CudaOperations:
             x = quantise_rows(inputs, norm)
             return fp8_linear(x, matrix, arrivals=self._arrivals, residual=residual, gated=gated)
         if _by_library(matrix, rows):
-            x = quantise_rows(inputs, norm)
+            x = self._rounded(inputs, norm)
             return scaled_product(x, matrix, unit=self._unit, residual=residual, gated=gated)
         return None
 

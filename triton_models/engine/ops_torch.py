@@ -37,7 +37,14 @@ class PlainMath:
         """Return `matrix(inputs)`."""
         return matrix(inputs if norm is None else self.norm(inputs, norm))
 
-    def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
+    def add_linear(
+        self,
+        hidden: Tensor,
+        inputs: Tensor,
+        matrix: Linear,
+        *,
+        then: Norm | None = None,  # noqa: ARG002 - nothing is done ahead
+    ) -> Tensor:
         """Return `hidden + matrix(inputs)`."""
         return matrix.add(hidden, inputs)
 
@@ -51,7 +58,15 @@ class PlainMath:
         return gelu(self.linear(inputs, matrix, norm=norm), approximate="tanh")
 
     def feed_forward(
-        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, gated: bool, add: bool
+        self,
+        hidden: Tensor,
+        up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        gated: bool,
+        add: bool,
+        then: Norm | None = None,  # noqa: ARG002 - as above
     ) -> Tensor:
         """Return `down` of the activated `up` of the normed `hidden`, and add it to `hidden` if asked to."""
         activated = (self.linear_swiglu if gated else self.linear_gelu)(hidden, up, norm=norm)

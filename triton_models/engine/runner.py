@@ -73,7 +73,7 @@ class Runner:
     def __init__(
         self, model: CausalModel, backend: Backend, settings: EngineSettings, *, context: int
     ) -> None:
-        size = settings.block_size
+        size = settings.block_size or backend.block_size
         self._model = model
         self._backend = backend
         self._cache = KVCache(

@@ -1,13 +1,17 @@
 """The engine's limits."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from triton_models.errors import SettingsError
+
+BLOCK_TOKENS: Final = 16
+"""Few, so that little is left of a block that is not full, and texts that begin alike share most of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Limits of one engine, each within the range of its option (`triton_models.options`).
+    """Limits of one engine, each within the range of its option (`wire.options`).
 
     Raises:
         SettingsError: `max_batched_tokens` is less than `max_running`.
@@ -25,8 +29,8 @@ class EngineSettings:
     """Most tokens in one step while several waiting prompts fill it, if more than `max_batched_tokens`."""
     burst_steps: int = 0
     """Most consecutive steps in which a burst runs without decodes (see `BurstAllowance`); 0: none."""
-    block_size: int = 16
-    """Tokens in one KV block."""
+    block_size: int | None = None
+    """Tokens in one KV block; None: what suits the device."""
     kv_blocks: int | None = None
     """Number of KV blocks, whatever `kv_memory_gib` says; None: what the memory allows."""
     kv_memory_gib: float | None = None
@@ -46,6 +50,11 @@ class EngineSettings:
                 f"max_batched_tokens {self.max_batched_tokens} is under max_running {self.max_running}:"
                 " a step must have room for a token of every running sequence"
             )
+
+    @property
+    def block_tokens(self) -> int:
+        """`block_size`; 16 where neither the settings nor the engine have chosen one."""
+        return self.block_size or BLOCK_TOKENS
 
     @property
     def largest_step(self) -> int:

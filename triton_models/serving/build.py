@@ -18,10 +18,11 @@ from triton_models.engine.quantised import FP8_CAPABILITY
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
 from triton_models.errors import CheckpointError, EntryError, SettingsError
-from triton_models.options import OPTIONS, EntryParameters
+from triton_models.options import EntryParameters
 from triton_models.serving.chat_text import load_text
 from triton_models.serving.report import EngineMetrics
 from triton_models.serving.service import HEARTBEAT_S, Service
+from wire.options import OPTIONS
 
 if TYPE_CHECKING:
     from triton_models.serving.spans import ModelSpans

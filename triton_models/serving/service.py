@@ -102,6 +102,7 @@ class Service:
         # The engine limits its own queue exactly; this only keeps requests from piling up in front of it.
         self._max_open = 2 * (settings.max_running + settings.max_waiting)
         self._requests: dict[str, OpenRequest] = {}
+        self._begun = 0
         self._choices: dict[str, tuple[OpenRequest, Choice]] = {}
         """The choices that the engine may still be working on, by their keys."""
         self._on_end: dict[str, OnEnd] = {}
@@ -241,6 +242,7 @@ class Service:
         if len(self._requests) >= self._max_open:
             raise QueueFullError(f"{len(self._requests)} requests are open already")
         self._requests[request.key] = request
+        self._begun += 1
         self._sender.watch(request)
         self._intake.begin(request)
 
@@ -343,7 +345,7 @@ class Service:
 
     def _prompt_ids(self, generation: Generation, inputs: Inputs) -> list[int]:
         size = len(inputs.prompt) + len(inputs.history)
-        if size > self._max_context * MAX_BYTES_PER_TOKEN:
+        if generation.truncate_prompt_tokens is None and size > self._max_context * MAX_BYTES_PER_TOKEN:
             raise PromptTooLongError(
                 f"a prompt of {size} bytes cannot fit the context of {self._max_context} tokens"
             )
@@ -386,6 +388,7 @@ class Service:
             heartbeat_age_s=round(time.monotonic() - self.heartbeat, 3),
             running=stats.running,
             waiting=stats.waiting,
+            begun=self._begun,
             kv_usage=round(stats.kv_blocks_used / stats.kv_blocks, 4),
             format=self._text.format.name,
             max_context=self._max_context,

@@ -49,8 +49,11 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
-        special = {token_id: token.content for token_id, token in added.items() if token.special}
+        # Who trains on often adds a token for padding, and no row of weights: the model cannot have it.
+        beyond = _beyond_the_model(directory, added, self._tokenizer.get_vocab_size(with_added_tokens=False))
+        special = {at: token.content for at, token in added.items() if token.special and at not in beyond}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = {token: token_id for token, token_id in vocabulary.items() if token_id not in beyond}
         size = 1 + max(vocabulary.values(), default=0)
         self.end_ids = _end_ids(directory, self._tokenizer, size)
         if not self.end_ids:
@@ -72,7 +75,9 @@ class JsonTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:  # noqa: D102 - inherited
         try:
             with panics_are_errors("tokenizers"):
-                encoded = (self._tokenizer.encode(part, add_special_tokens=False) for part in parts(text))
+                # A batch: `encode` of one text holds the interpreter's lock all the while.
+                encode = self._tokenizer.encode_batch_fast
+                encoded = (encode([part], add_special_tokens=False)[0] for part in parts(text))
                 return [token_id for part in encoded for token_id in part.ids]
         except (TypeError, UnicodeError):
             raise TextError("the text holds a lone surrogate, which is not valid Unicode") from None
@@ -124,6 +129,17 @@ def _reader(
 
         return read_piece
     raise CheckpointError(f"{file}: a vocabulary neither of bytes nor of SentencePiece's strings")
+
+
+def _beyond_the_model(directory: Path, added: Iterable[int], others: int) -> frozenset[int]:
+    """Return which ids of added tokens the model has not, by its configuration.
+
+    None, if it has not even the ids of the `others`: it belongs to another tokenizer.
+    """
+    models = read_optional_json(directory / "config.json").get("vocab_size")
+    if not isinstance(models, int) or models < others:
+        return frozenset()
+    return frozenset(each for each in added if each >= models)
 
 
 def _end_ids(directory: Path, tokenizer: tokenizers.Tokenizer, size: int) -> list[int]:

@@ -36,6 +36,8 @@ class ModelReport:
     """Answers in progress or waiting in the engine, whoever asked for them."""
     waiting: int | None = None
     """How many of them wait."""
+    begun: int | None = None
+    """Answers since the model was loaded, whoever asked for them."""
     kv_usage: float | None = None
     """Share of the engine's KV blocks in use, 0 to 1."""
     chat_format: str | None = None

@@ -33,7 +33,7 @@ from gateway.triton.dialects.base import (
     Tokenizer,
 )
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, LogitsAnswer, not_understood, read
-from gateway.triton.dialects.foreign import off_the_loop, refuse_strict_tools
+from gateway.triton.dialects.foreign import off_the_loop, refuse_grammar, refuse_strict_tools
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, no_template
 from wire import names
 from wire import request as wire_request
@@ -111,6 +111,7 @@ def _read_probe(responses: Sequence[Response]) -> ModelReport:
         heartbeat_age_s=probe.heartbeat_age_s,
         running=probe.running + probe.waiting,
         waiting=probe.waiting,
+        begun=probe.begun,
         kv_usage=probe.kv_usage,
         chat_format=None if probe.format == _TEMPLATE else probe.format,
         max_context=probe.max_context,
@@ -287,9 +288,10 @@ def templated(model: ModelText) -> Dialect:
         return await off_the_loop(partial(_rendered, model), generation)
 
     def answer(generation: Generation, report: ModelReport) -> ChatGLMAnswer:
-        prompt, free = generation.prompt, generation.grammar is None
-        if isinstance(prompt, RenderedPrompt) and prompt.converses and (free or prompt.tools):
-            return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)))
+        prompt = generation.prompt
+        if isinstance(prompt, RenderedPrompt) and prompt.converses and generation.grammar is None:
+            count = model.required_vocabulary().count if prompt.thinks else None
+            return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)), count)
         return ChatGLMAnswer(generation, report)
 
     def decoder(generation: Generation, report: ModelReport) -> AnswerDecoder:
@@ -314,11 +316,6 @@ def templated(model: ModelText) -> Dialect:
 def _rendered(model: ModelText, generation: Generation) -> Generation:
     refuse_strict_tools(generation, "The model's calls cannot be enforced: no tool is strict.")
     prompt = model.encoded(generation.prompt, generation.prompt_field)
-    if prompt.thinking and generation.grammar is not None:
-        raise InvalidRequestError(
-            "The answer begins with reasoning, which no grammar allows: switch it off by"
-            " chat_template_kwargs, if the model's template can.",
-            param=generation.grammar.field,
-        )
+    refuse_grammar(generation, prompt)
     special = generation.show_special or prompt.show_special
     return structs.replace(generation, prompt=prompt, show_special=special)

@@ -51,6 +51,7 @@ class ChatGLMAnswer:
         generation: the request.
         report: of the model that answers.
         reader: makes what reads a choice; None: it is read as the model's chat format writes it.
+        count: counts the tokens of reasoning, which the engine does not tell from text; None: there is none.
     """
 
     over = False  # the engine ends an answer where the request says
@@ -60,6 +61,7 @@ class ChatGLMAnswer:
         generation: Generation,
         report: ModelReport,
         reader: Callable[[], ChoiceReader | MarkedChoice] | None = None,
+        count: Callable[[str], int] | None = None,
     ) -> None:
         new = reader or (lambda: ChoiceReader(generation, report.chat_format))
         self._choices = {index: new() for index in range(generation.n)}
@@ -77,6 +79,9 @@ class ChatGLMAnswer:
         """The tokens of the deltas that were read, by choice, if the generation is resumable."""
         self._ended_tokens = 0
         """How many tokens the choices had that have ended."""
+        self._count = count
+        self._reasoning_tokens = 0
+        """How many of them were reasoning, without its marks."""
         self._ended_before: int | None = None
         """How many of them had ended at `resume`; None: it was not called."""
         self._repeated: dict[int, int] = {}
@@ -221,6 +226,8 @@ class ChatGLMAnswer:
             parts = (*parts, *choice.finish())
             del self._choices[index]
             self._ended_tokens += len(self._ids[index]) + tokens
+            if self._count is not None and isinstance(choice, MarkedChoice) and choice.thoughts:
+                self._reasoning_tokens += self._count("".join(choice.thoughts))
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
         prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
@@ -248,12 +255,16 @@ class ChatGLMAnswer:
         ]
 
     def _whole(self, usage: Usage) -> Usage:
-        """Return the usage of an answer that was perhaps resumed, given what its last server tells."""
-        if self._ended_before is None:
+        """Return the usage of an answer, perhaps a resumed one, given what its last server tells."""
+        if self._ended_before is not None:
+            # That one knows nothing of choices that had ended, and none how long it waited at the first.
+            tokens = usage.completion_tokens + self._ended_before
+            usage = dataclasses.replace(usage, completion_tokens=tokens, queue_s=None)
+        if self._count is None:
             return usage
-        # That one knows nothing of choices that had ended, and nobody how long it waited at the first server.
-        completion_tokens = usage.completion_tokens + self._ended_before
-        return dataclasses.replace(usage, completion_tokens=completion_tokens, queue_s=None)
+        return dataclasses.replace(
+            usage, reasoning_tokens=min(usage.completion_tokens, self._reasoning_tokens)
+        )
 
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
         """Return the event for a delta of text only."""

@@ -88,6 +88,7 @@ class Contract:
 
         def rendered(generation: Generation) -> Generation:
             prompt = self.prompt(generation, inputs, model)
+            refuse_grammar(generation, prompt)
             return replace(
                 generation, prompt=prompt, show_special=generation.show_special or prompt.show_special
             )
@@ -184,3 +185,27 @@ def refuse_strict_tools(generation: Generation, reason: str) -> None:
     offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
     if offer is not None and offer.choice != "none" and any(tool.strict for tool in offer.tools):
         raise InvalidRequestError(reason, param=offer.field)
+
+
+def refuse_grammar(generation: Generation, prompt: RenderedPrompt) -> None:
+    """Refuse a grammar of all of an answer, whose text alone it is meant for, where more may be in it.
+
+    It would forbid the calls, and be met by the reasoning.
+
+    Raises:
+        InvalidRequestError: it names the grammar.
+    """
+    if generation.grammar is None:
+        return
+    if prompt.thinking:
+        raise InvalidRequestError(
+            "The answer begins with reasoning, which no grammar allows: switch it off by"
+            " chat_template_kwargs, if the model's template can.",
+            param=generation.grammar.field,
+        )
+    if prompt.tools:
+        raise InvalidRequestError(
+            "With this model, a grammar or schema of the answer would forbid calling a tool:"
+            ' leave out one of them, or set tool_choice to "none".',
+            param=generation.grammar.field,
+        )

@@ -11,7 +11,7 @@ from gateway.chat.templates import ChatTemplate
 from gateway.chat.vocabulary import Vocabulary
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, images_in
 from gateway.core.upstream import Tokenization, Tokens
-from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtocolError
 
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
 
@@ -218,9 +218,9 @@ class ModelText:
         return [self.vocabulary.decode([each]) for each in ids]
 
 
-def no_template() -> InvalidRequestError:
+def no_template() -> NoTemplateError:
     """Return the error for a conversation with a model whose format nobody knows."""
-    return InvalidRequestError(
+    return NoTemplateError(
         "The gateway has no chat template of this model: use completions, or set `tokenizers`"
         " to a folder with one.",
         param="messages",

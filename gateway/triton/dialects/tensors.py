@@ -52,27 +52,24 @@ class Tensors:
         Raises:
             InvalidRequestError: one is outside the datatype's range; names `param`.
         """
-        try:
-            raw = struct.pack(f"<{len(values)}{_FORMS[datatype]}", *values)
-        except struct.error:
-            raise InvalidRequestError(
-                f"The model's backend takes this as {datatype}: it is out of range.", param=param
-            ) from None
-        return self._put(name, datatype, len(values), raw)
+        return self._put(name, datatype, len(values), _packed(datatype, values, param))
 
     def flags(self, *names: str) -> bool:
         """Write true to each of these inputs; return whether the model has them all."""
         has = [self._put(name, "BOOL", 1, b"\x01") for name in names]
         return all(has)
 
-    def words(self, name: str, words: Sequence[Sequence[int]]) -> bool:
+    def words(self, name: str, words: Sequence[Sequence[int]], *, param: str) -> bool:
         """Write words, at least one, as TensorRT-LLM reads them: their ids in a row, above each word's end.
 
         Return whether the model has the input.
+
+        Raises:
+            InvalidRequestError: an id is out of range; names `param`.
         """
         ids = [id_ for word in words for id_ in word]
         ends = [*accumulate(map(len, words)), *[-1] * (len(ids) - len(words))]
-        return self._put(name, "INT32", len(ids), struct.pack(f"<{2 * len(ids)}i", *ids, *ends), rows=(2,))
+        return self._put(name, "INT32", len(ids), _packed("INT32", [*ids, *ends], param), rows=(2,))
 
     def parameters(
         self,
@@ -112,6 +109,15 @@ class Tensors:
         self._request.inputs.add(name=name, datatype=datatype, shape=shape)
         self._request.raw_input_contents.append(raw)
         return True
+
+
+def _packed(datatype: str, values: Sequence[float], param: str | None) -> bytes:
+    try:
+        return struct.pack(f"<{len(values)}{_FORMS[datatype]}", *values)
+    except struct.error:
+        raise InvalidRequestError(
+            f"The model's backend takes this as {datatype}: it is out of range.", param=param
+        ) from None
 
 
 def outputs(response: Response) -> dict[str, list[Any]]:

@@ -29,6 +29,8 @@ def limit_of(generation: Generation) -> int:
 class _Choice:
     marks: MarkedText
     visible: VisibleTokens
+    begun: list[int]
+    """How many characters at the text's end may begin each stop string: those before never will."""
     raw: list[str] = field(default_factory=list)
     """Its text as the backend sent it, for counting."""
     held: str = ""
@@ -61,7 +63,12 @@ class Growth:
     """Makes deltas of one choice's text, where a backend sends either deltas or all of the text so far.
 
     All of the text so far begins with what came before, and a delta may do so by chance. So short text is
-    held back until the next response tells.
+    held back until the next responses tell: text so far has grown twice, a delta does not begin with the one
+    before it, or is empty. Text that merely comes again is either. If an answer ends so, text that came twice
+    is the text so far, whose last token had no text; a third time it is a delta.
+
+    All of the text so far may end with U+FFFD, in place of a character of which some bytes are missing: it is
+    held back until the character is there, or the answer ends.
 
     Args:
         before: what all of the text so far may begin with, and is none of the choice: the prompt. None: each
@@ -70,33 +77,66 @@ class Growth:
 
     _CERTAIN = 16
     """No delta begins by chance with so many characters that came before."""
+    _REPEATED = 8
+    """So often, text so far does not come again for want of a character's other bytes, or of text."""
 
     def __init__(self, before: str | None = "") -> None:
-        self._before = before or ""
+        self._prompt = before or ""
+        """Until the first text tells whether it begins with that."""
+        self._returned = ""
+        """All of the text so far up to what was returned."""
+        self._latest = ""
         self._held = ""
+        """What was not returned, if they are deltas."""
+        self._grown = self._repeated = 0
+        """How often the text so far grew, and how often it came again since."""
         self._cumulative: bool | None = None if before is not None else False
 
     def push(self, text: str) -> str:
         """Return what is new, as far as it is certain."""
-        if self._cumulative is None:
-            if not self._before or not text:
-                self._before += text
-                return text
-            if not text.startswith(self._held or self._before):
-                self._cumulative = False
-                return self._held + text
-            if not self._held and len(self._before) < self._CERTAIN:
-                self._held = text
-                return ""
-            self._cumulative = True
-        if not self._cumulative:
+        if self._cumulative is False:
             return text
-        new, self._before = text[len(self._before) :], text
+        if self._cumulative is None:
+            if self._prompt and text:
+                if text.startswith(self._prompt):
+                    self._returned = self._latest = self._prompt
+                self._prompt = ""
+            if not self._latest:
+                self._returned, self._latest = _whole(text), text
+                self._held = text[len(self._returned) :]
+                return self._returned
+            self._cumulative = self._tell(text)
+            self._held += text
+            if self._cumulative is False:
+                return self._held
+        self._latest = text or self._latest
+        new = _whole(text)[len(self._returned) :] if self._cumulative else ""
+        self._returned += new
         return new
 
     def end(self) -> str:
-        """Return what was held back: two responses of which one begins with the other."""
-        return "" if self._cumulative is not None else self._held.removeprefix(self._before)
+        """Return what was held back."""
+        if self._cumulative is False:
+            return ""
+        if self._cumulative is None and self._repeated > 1 and self._latest == self._returned:
+            return self._held
+        return self._latest[len(self._returned) :]
+
+    def _tell(self, text: str) -> bool | None:
+        """Return whether this is all of the text so far, once that is certain."""
+        former = _whole(self._latest)
+        if not text or not text.startswith(former):
+            return False
+        if former and len(_whole(text)) > len(former):
+            self._grown, self._repeated = self._grown + 1, 0
+            return True if self._grown > 1 or len(former) >= self._CERTAIN else None
+        self._repeated += 1
+        return False if self._repeated == self._REPEATED else None
+
+
+def _whole(text: str) -> str:
+    """Return text up to a character of which some bytes may be missing."""
+    return text.rstrip("\ufffd")
 
 
 class TextAnswer:
@@ -125,7 +165,7 @@ class TextAnswer:
         self._prompt = prompt
         self._stops = tuple(generation.stop) if cut_stops else ()
         texts = (model.reader(prompt) for _ in range(generation.n))
-        self._choices = [_Choice(marks, VisibleTokens(marks)) for marks in texts]
+        self._choices = [_Choice(marks, VisibleTokens(marks), [0] * len(self._stops)) for marks in texts]
         self._prompt_tokens: int | None = None
 
     @property
@@ -213,18 +253,24 @@ class TextAnswer:
         return self._choices[index]
 
     def _read(self, choice: _Choice, text: str, *, over: bool) -> tuple[Piece, ...]:
-        """Return the pieces that are certain with more text, up to a stop string."""
+        """Return the pieces that are certain with more text, up to a stop string.
+
+        That is the one that is complete first, as if the text came by character; of several, the longest.
+        """
+        known = len(choice.held)
         text = choice.held + text
         choice.held = ""
         if choice.stopped_by is None and self._stops:
-            at, stop = min(
-                ((text.find(stop), stop) for stop in self._stops if stop in text), default=(-1, "")
-            )
-            if at >= 0:
-                kept = at + len(stop) if self._generation.include_stop else at
+            found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+            if found:
+                end, at, stop = min(found)
+                kept = end if self._generation.include_stop else at
                 text, choice.stopped_by, over = text[:kept], stop, True
-            elif not over and (kept := max(possible_beginning(text, stop) for stop in self._stops)):
-                text, choice.held = text[:-kept], text[-kept:]
+            elif not over:
+                each = zip(self._stops, choice.begun, strict=True)
+                choice.begun = [possible_beginning(text[known - begun :], stop) for stop, begun in each]
+                kept = len(text) - max(choice.begun)
+                text, choice.held = text[:kept], text[kept:]
         read = choice.marks.push(text)
         if over:
             read += choice.marks.end()

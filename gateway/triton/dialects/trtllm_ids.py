@@ -59,10 +59,10 @@ def _write(
         ids for ids in _words(vocabulary, generation.stop) if vocabulary.decode(ids) in generation.stop
     ]
     if words := [*([each] for each in stops), *strings]:
-        tensors.words("stop_words_list", words)
+        tensors.words("stop_words_list", words, param="stop_token_ids")
     if generation.bad_words:
         forms = [form for word in generation.bad_words for form in (word, " " + word)]
-        if not tensors.words("bad_words_list", _words(vocabulary, forms)):
+        if not tensors.words("bad_words_list", _words(vocabulary, forms), param="bad_words"):
             raise InvalidRequestError("The model's backend does not have 'bad_words'.", param="bad_words")
     if generation.grammar is not None:
         trtllm.constrain(tensors, generation.grammar)

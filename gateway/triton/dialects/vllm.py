@@ -37,6 +37,8 @@ _EVERY_TOKEN: Final = -1
 _REPORTS: Final = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _GRAMMARS: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 """Fields of vLLM's StructuredOutputsParams, formerly GuidedDecodingParams, by the kinds of grammars."""
+_LOGPROB_FLOOR: Final = -9999.0
+"""Reported instead of minus infinity, which JSON cannot hold."""
 _EXCLUDES: Final = "exclude_input_in_output"
 _IMAGES: Final = "image"
 
@@ -105,9 +107,9 @@ class _Answer(TextOutputs):
 
 def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:
     every: Sequence[TopLogprob] = [
-        TopLogprob(id=int(id_), token=text, utf8=text.encode(), logprob=float(entry["logprob"]))
+        TopLogprob(id=int(id_), token=text, utf8=text.encode(), logprob=max(_LOGPROB_FLOOR, logprob))
         for id_, entry in entries.items()
-        for text in (entry.get("decoded_token") or "",)
+        for text, logprob in ((entry.get("decoded_token") or "", float(entry["logprob"])),)
     ]
     sampled = every[0]
     ranked = sorted(every, key=lambda each: -each.logprob)

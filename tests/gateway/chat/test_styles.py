@@ -1,7 +1,12 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.chat.marked import MarkedText
-from gateway.chat.styles import STYLES, style_of
+from gateway.chat.styles import STYLES, possible_beginning, style_of
 from gateway.core.events import CallPart, joined_pieces
 from tests.gateway.chat.test_marked import BERLIN, CALLS, TOOLS, read
 
@@ -93,3 +98,115 @@ def test_talk_of_a_function_is_not_held_back() -> None:
 def test_arguments_may_be_written_as_text() -> None:
     text = '{"name": "weather", "parameters": "{\\"city\\": \\"Berlin\\"}"}'
     assert read(text, "llama3") == read(f"<tool_call>{text}</tool_call>", "hermes") == ("", "", [BERLIN])
+
+
+@given(text=st.text("ab<", max_size=12), mark=st.text("ab<", max_size=6))
+def test_the_longest_possible_beginning_is_found(text: str, mark: str) -> None:
+    lengths = range(1, min(len(text) + 1, len(mark)))
+    longest = max((length for length in lengths if text[-length:] == mark[:length]), default=0)
+    assert possible_beginning(text, mark) == longest
+
+
+@pytest.mark.parametrize(
+    ("text", "looks"), [("b" * 1000, 0), ("b" * 500 + "<" + "b" * 499, 1)], ids=["nowhere", "once"]
+)
+def test_a_mark_is_looked_for_only_where_it_may_begin(text: str, looks: int) -> None:
+    """A client's stop string may have a thousand characters, and is looked for with each token."""
+    looked = 0
+
+    class Mark(str):
+        __slots__ = ()
+
+        def startswith(self, *args: Any) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().startswith(*args)
+
+    possible_beginning(text, Mark("<" + "a" * 1023))
+    assert looked == looks
+
+
+OBJECT = '~{~"name"~:~"weather"~,~"arguments"~:~{"city": "Berlin"}}'
+SPACED = [
+    ("hermes", f"<tool_call>{OBJECT}~</tool_call>"),
+    ("glm45", "<tool_call>~weather~<arg_key>city</arg_key>~<arg_value>Berlin</arg_value>~</tool_call>"),
+    (
+        "qwen3coder",
+        "<tool_call>~<function=weather>~<parameter=city>Berlin</parameter>~</function>~</tool_call>",
+    ),
+    ("mistral", f"[TOOL_CALLS]~[{OBJECT}~]"),
+    ("mistral", '[TOOL_CALLS]~weather~[CALL_ID]~a1~[ARGS]~{"city": "Berlin"}'),
+    ("llama3", f"<|python_tag|>{OBJECT}"),
+    ("deepseek", V3.replace("begin｜>", "begin｜>~").replace("\n", "~\n~")),
+    ("deepseek", V3_1.replace("begin｜>", "begin｜>~").replace("{", "~{")),
+    ("glm4", 'weather\n~{"city": "Berlin"}'),
+]
+"""Calls; each ~ may be white space."""
+
+
+@pytest.mark.parametrize(("style", "call"), SPACED)
+def test_much_white_space_where_a_call_breaks_off_takes_no_time(style: str, call: str) -> None:
+    """Searched in every way that it may be split, this much would take minutes."""
+    assert read(call.replace("~", "\n" * 200), style)[2] == [BERLIN]
+    begun, blanks = call.partition('"city"')[0].partition("city")[0].split("~"), "\n" * 200_000
+    for count in range(1, len(begun)):
+        text = "".join(begun[:count]) + blanks
+        no_arguments = ("", "", [CallPart("weather", "{}")])  # as GLM-4.5 writes it
+        assert read(text, style) in (("", text, []), no_arguments)
+        assert read(text + "x", style) == ("", text + "x", [])
+
+
+@pytest.mark.parametrize(("style", "call"), SPACED)
+def test_white_space_that_comes_in_pieces_is_not_searched_with_each_of_them(style: str, call: str) -> None:
+    searched = []
+    form = STYLES[style]
+
+    def begins(text: str) -> bool:
+        searched.append(len(text))
+        return form.begins(text)
+
+    reader = MarkedText(replace(form, begins=begins), TOOLS)
+    pieces = [piece for each in call.replace("~", "\n" * 500) for piece in reader.push(each)]
+    assert [each for each in joined_pieces([*pieces, *reader.end()]) if isinstance(each, CallPart)] == [
+        BERLIN
+    ]
+    assert len(searched) < 200
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", "The <tool_call> tag, `<tool_call>`, <tool_call>[1] or <tool_call>\n[[{}]] marks calls."),
+        ("glm45", "The <tool_call> tag, `<tool_call>`, <tool_call>weather<b>, or <tool_call>weather\nnow."),
+        ("glm45", "A <tool_call>weather <arg_key>city</arg_key> has no value."),
+        ("mistral", "The [TOOL_CALLS] mark, [TOOL_CALLS][1], [TOOL_CALLS]weather is nice."),
+        ("mistral", "A [TOOL_CALLS]weather[CALL_ID]a b or [TOOL_CALLS]weather[ARGS]x is none."),
+        ("mistral", "Nor is [TOOL_CALLS]weather[ARG]{ or [TOOL_CALLS]今天{."),
+    ],
+)
+def test_talk_of_calls_is_not_held_back(style: str, text: str) -> None:
+    reader = MarkedText(STYLES[style], TOOLS)
+    assert "".join(str(piece) for each in text for piece in reader.push(each)) == text
+    assert read(text, style) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param('{"arguments": ' + "[" * 5000, id="deep"),
+        '{"arguments": {"a": NaN}, "name": "weather"}',
+        '{"arguments": {"a": -1e999}, "name": "weather"}',
+        '{"arguments": {"a": "\\ud83d"}, "name": "weather"}',
+        '{"arguments": "{\\"a\\": \\"\\ud83d\\"}", "name": "weather"}',
+    ],
+)
+@pytest.mark.parametrize("cuts", [[], list(range(100))])
+@pytest.mark.parametrize(("style", "mark"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]")])
+def test_what_cannot_be_sent_as_json_is_no_call(style: str, mark: str, written: str, cuts: list[int]) -> None:
+    assert read(mark + written, style, cuts) == ("", mark + written, [])
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(100))])
+def test_lists_within_lists_are_no_calls(cuts: list[int]) -> None:
+    text = f"<tool_call>{'[' * 5000}</tool_call>"
+    assert read(text, "hermes", cuts) == ("", text, [])

@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from gateway.chat.vocabulary import Vocabulary, VocabularyError
+from tests.gil import turns_during
 
 TEXT = "Hello 你好, 🙂 naïve\n  café"
 
@@ -97,3 +98,10 @@ def test_special_tokens_are_known(tokenizer: Tokenizer) -> None:
     special = Vocabulary(tokenizer).special()
     assert "[TOOL_CALLS]" in special
     assert "<think>" not in special
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(vocabulary: Vocabulary) -> None:
+    text = TEXT * 20_000
+    assert turns_during(lambda: vocabulary.encode(text, rendered=True)) > 10
+    assert turns_during(lambda: vocabulary.count(text)) > 10
+    assert turns_during(lambda: vocabulary.count_prompt(text)) > 10

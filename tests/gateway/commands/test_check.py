@@ -1,11 +1,29 @@
 import asyncio
+import json
 import socket
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from tokenizers import Tokenizer, models
 
 from gateway.commands.check import check
-from gateway.process.listeners import bind
+from gateway.core.upstream import Embedding, Vector
+from gateway.triton.public import PublicModels
 from tests.gateway.serving import settings
 from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
+
+VLLM = ("text_input", "stream", "sampling_parameters", "return_num_output_tokens")
+LLM_API = ("text_input", "sampling_param_max_tokens")
+
+
+def folder(path: Path, *, template: str | None = None) -> str:
+    """Make a tokenizer's folder."""
+    path.mkdir()
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return str(path)
 
 
 async def test_all_is_well(triton: FakeTriton) -> None:
@@ -23,6 +41,8 @@ async def test_published_faults_are_told_and_are_no_failure(triton: FakeTriton) 
     assert findings[1].text.startswith("  warning: Triton 2.51.0 has published faults: ")
     assert "first release without them is 26.07" in findings[1].text
     assert all(finding.ok for finding in findings)
+    findings = await check(settings(upstreams=[triton.address], warn_of_faults=False), timeout_s=10)
+    assert not [finding for finding in findings if "warning" in finding.text]
 
 
 async def test_a_model_that_is_not_there(triton: FakeTriton) -> None:
@@ -36,6 +56,64 @@ async def test_no_models(triton: FakeTriton) -> None:
     triton.models.clear()
     findings = await check(settings(upstreams=[triton.address]), timeout_s=3)
     assert [finding.ok for finding in findings] == [True, False]
+    assert findings[-1].text == "no model can be served: none is loaded"
+
+
+async def test_a_model_whose_chats_would_be_refused(
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All was well where every chat was a 400."""
+    triton.models = {"vllm": FakeModel(inputs=VLLM)}
+    told = "model vllm: no chat template: chats get a 400, completions work; set tokenizers to vllm=FOLDER"
+    for tokenizers in ([], [f"vllm={folder(tmp_path / 'base')}"]):
+        findings = await check(settings(upstreams=[triton.address], tokenizers=tokenizers), timeout_s=10)
+        assert (findings[-1].ok, findings[-1].text) == (True, told)
+    chats = folder(tmp_path / "chats", template="{{ messages[0].content }}")
+    findings = await check(settings(upstreams=[triton.address], tokenizers=[f"vllm={chats}"]), timeout_s=10)
+    assert told not in [finding.text for finding in findings]
+
+    async def embed(_: PublicModels, request: Embedding) -> Vector:
+        return Vector(values=[1.0], tokens=1)
+
+    monkeypatch.setattr(PublicModels, "embed", embed)
+    findings = await check(settings(upstreams=[triton.address]), timeout_s=10)
+    assert [finding.text for finding in findings][1:] == ["  model vllm: ready, dialect vllm"]
+
+
+async def test_a_templated_model_of_ours_whose_chats_would_be_refused(triton: FakeTriton) -> None:
+    triton.model.report = structs.replace(triton.model.report, format="template")
+    findings = await check(settings(upstreams=[triton.address], models={"pub": {"entry": "m"}}), timeout_s=10)
+    assert findings[-1].text.startswith("model pub: no chat template: ")
+    assert findings[-1].text.endswith("set tokenizers to m=FOLDER")
+
+
+async def test_a_tokenizer_for_no_model(triton: FakeTriton, tmp_path: Path) -> None:
+    given = [f"qwen={folder(tmp_path / 'base')}"]
+    for chosen in ({}, {"models": ["m"]}):
+        findings = await check(settings(upstreams=[triton.address], tokenizers=given, **chosen), timeout_s=10)
+        assert (findings[-1].ok, findings[-1].text) == (
+            False,
+            "tokenizers: no model is called 'qwen'; there are: m",
+        )
+    away = [triton.address, "127.0.0.1:1"]
+    findings = await check(settings(upstreams=away, tokenizers=given), timeout_s=3)
+    assert not [finding for finding in findings if "qwen" in finding.text]
+
+
+async def test_why_a_model_is_left_out(triton: FakeTriton, tmp_path: Path) -> None:
+    triton.models["llmapi"] = FakeModel(inputs=LLM_API)
+    line = "  model llmapi: left out (it counts no tokens: set tokenizers to llmapi=FOLDER)"
+    findings = await check(settings(upstreams=[triton.address]), timeout_s=10)
+    assert [finding.text for finding in findings][2:] == [line]
+    assert all(finding.ok for finding in findings)
+    del triton.models["m"]
+    findings = await check(settings(upstreams=[triton.address]), timeout_s=3)
+    last = "no model can be served: see the reasons above"
+    assert [(finding.ok, finding.text) for finding in findings][1:] == [(True, line), (False, last)]
+    findings = await check(settings(upstreams=[triton.address], tokenizers=[str(tmp_path)]), timeout_s=3)
+    assert findings[1].text == (
+        f"  model llmapi: left out (the tokenizer of 'llmapi': {tmp_path} has no tokenizer.json)"
+    )
 
 
 async def test_names_are_looked_up(triton: FakeTriton) -> None:
@@ -75,9 +153,7 @@ async def test_a_repository_that_is_restricted(triton: FakeTriton) -> None:
     assert all(finding.ok for finding in findings)
 
 
-async def test_nobody_answers() -> None:
-    with bind("127.0.0.1", 0) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        findings = await check(settings(upstreams=[address]), timeout_s=2)
-    (found,) = findings  # nothing was asked for its models, so nothing is said of them
-    assert (found.ok, found.text) == (False, f"upstream {address}: unreachable")
+async def test_a_model_on_a_triton_that_is_away(triton: FakeTriton) -> None:
+    away = [triton.address, "127.0.0.1:1"]
+    findings = await check(settings(upstreams=away, models=["m"]), timeout_s=10)
+    assert findings[-1].text == "  model m: unreachable (connection refused)"

@@ -136,9 +136,9 @@ async def test_a_model_is_changed() -> None:
         url = str(served.http.base_url)
         answer = await change(url, "sk-2", reload=True, upstream="a:1")
         assert answer["model"]["id"] == "org/glm-2"
-        with pytest.raises(ClientError, match=r"key is not known.* \(401\)"):
+        with pytest.raises(ClientError, match="does not know this key"):
             await change(url, "sk-3")
-        with pytest.raises(ClientError, match=r"key is needed.* \(401\)"):
+        with pytest.raises(ClientError, match="needs a key"):
             await change(url)
     assert upstream.changes == [("load", "org/glm-2", True, "a:1")]
 

@@ -27,3 +27,22 @@ async def test_a_refused_stream_is_an_error() -> None:
     async with on_socket(FakeUpstream()) as served:
         with pytest.raises(ClientError, match=r"temperature.*\(400\)"):
             await asyncio.to_thread(streamed, str(served.http.base_url), temperature=9)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (None, "the gateway needs a key: --key KEY, or the variable TRITONGATE_KEY"),
+        ("wrong", "the gateway does not know this key (--key, TRITONGATE_KEY)"),
+    ],
+)
+async def test_how_to_give_a_key_is_said(key: str | None, told: str) -> None:
+    async with on_socket(FakeUpstream(), api_keys=[{"name": "a", "key": "right"}]) as served:
+        url = str(served.http.base_url)
+        for ask in (
+            lambda: fetch(url, key, "/v1/models"),
+            lambda: list(events(url, key, CHAT, {"model": "glm", "messages": MESSAGES})),
+        ):
+            with pytest.raises(ClientError) as refused:
+                await asyncio.to_thread(ask)
+            assert str(refused.value) == told

@@ -1,5 +1,7 @@
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from gateway.commands.models import models_of, prompt_of, show, table
 from gateway.errors import ModelNotFoundError
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import on_socket, settings
-from tests.gateway.triton.fake_triton import FakeTriton
+from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
 
 ASK = [{"role": "user", "name": "ann", "content": "hi"}]
 NOWHERE = "127.0.0.1:1"
+UNKNOWN = "Request for unknown model: 'gone' has no available versions"
 
 
 @pytest.fixture
@@ -37,11 +40,37 @@ async def test_every_name_has_a_row() -> None:
         rows = await models_of(settings(upstreams=[triton.address], models=given), timeout_s=10)
     finally:
         await triton.stop()
-    assert [line.split() for line in table(rows).splitlines()] == [
-        ["model", "aliases", "entry", "upstreams", "dialect", "state", "context"],
-        ["glm", "a,b", "m", triton.address, "chatglm", "ready", "512"],
-        ["gone", "-", "gone", triton.address, "-", "not_ready", "-"],
+    assert [line.split(maxsplit=7) for line in table(rows).splitlines()] == [
+        ["model", "aliases", "entry", "upstreams", "dialect", "state", "context", "reason"],
+        ["glm", "a,b", "m", triton.address, "chatglm", "ready", "512", "-"],
+        ["gone", "-", "gone", triton.address, "-", "not_ready", "-", UNKNOWN],
     ]
+
+
+async def test_what_is_left_out_has_a_row_with_its_reason() -> None:
+    triton = FakeTriton()
+    triton.models = {"api": FakeModel(inputs=("text_input", "sampling_param_max_tokens"))}
+    await triton.start()
+    try:
+        (row,) = await models_of(settings(upstreams=[triton.address]), timeout_s=3)
+    finally:
+        await triton.stop()
+    assert (row["model"], row["state"]) == ("api", "left_out")
+    assert row["reason"] == "it counts no tokens: set tokenizers to api=FOLDER"
+
+
+@pytest.mark.parametrize("command", [("check",), ("models",), ("prompt", "--model", "m")])
+def test_what_is_found_is_said_once(command: tuple[str, ...]) -> None:
+    """Lines of the log stood between: `replica is unreachable`, of no model."""
+    flags = ["--models", "m", "--upstreams", NOWHERE, "--timeout-s", "1"]
+    program = "from gateway.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command, *flags],
+        input=json.dumps(ASK), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert "replica is" not in said
+    assert command[0] == "prompt" or "connection refused" in said
 
 
 async def test_a_prompt_is_rendered_here_where_no_triton_is(tokenizer: str) -> None:

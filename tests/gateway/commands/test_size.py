@@ -20,8 +20,11 @@ from gateway.commands.size import (
 )
 from triton_models import families
 from triton_models.checkpoint import load_model
-from triton_models.engine import capacity, graphs, settings
-from triton_models.options import OPTIONS
+from triton_models.embedded.errors import SetupError
+from triton_models.embedded.models import read_model_argument
+from triton_models.engine import backend, capacity, graphs
+from triton_models.engine.quantised import GROUP, QUANTISATIONS
+from wire.options import OPTIONS
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CHATGLM3_6B = Shape(
@@ -47,12 +50,15 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_sizes_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     shape = read_shape(GOLDEN / name)
     assert shape.weight_bytes(dtype.itemsize) == families.read_shape(GOLDEN / name).nbytes(dtype)
+    int4 = families.read_shape(GOLDEN / name).nbytes(dtype, QUANTISATIONS["int4"])
+    assert shape.weight_bytes(dtype.itemsize, int4=True) == int4
     model = load_model(GOLDEN / name, dtype, torch.device("cpu"))
     assert shape.kv_bytes(dtype.itemsize) == model.kv_shape.bytes_per_token(dtype)
 
 
 def test_figures_are_the_engines_own() -> None:
-    assert settings.EngineSettings().block_size == sizing.BLOCK_TOKENS
+    assert backend.HOPPER_BLOCK_TOKENS == sizing.BLOCK_TOKENS
+    assert sizing.INT4_GROUP == GROUP
     assert sizing.GPU_SHARE == capacity.GPU_SHARE
     gpu_defaults = {option.name: option.gpu for option in OPTIONS}
     assert gpu_defaults["max_running"] == sizing.MAX_RUNNING
@@ -80,9 +86,20 @@ def test_the_command(tmp_path: Path) -> None:
     assert "weights" in text
     assert "sequences at once" in text
     status, text = run("--model", str(GOLDEN / "chatglm3"), "--gpu-memory", "0.1")
-    assert (status, "does not fit" in text) == (1, True)
+    assert (status, "does not fit a GPU of 0.1 GiB in bfloat16; `up --quantization int4` " in text) == (
+        1,
+        True,
+    )
     status, text = run("--model", str(tmp_path), "--gpu-memory", "24")
     assert (status, "config.json: No such file" in text) == (1, True)
+
+
+def test_a_name_of_the_hub_is_refused_as_up_does() -> None:
+    with pytest.raises(SetupError) as refused:
+        read_model_argument("THUDM/chatglm3-6b")
+    told = str(refused.value)
+    assert "hf download THUDM/chatglm3-6b" in told
+    assert run("--model", "THUDM/chatglm3-6b", "--gpu-memory", "24") == (1, f"Error: {told}\n")
 
 
 @pytest.mark.parametrize("document", ["[]", "{", '{"num_layers": 2}', '{"num_layers": "2"}'])

@@ -197,6 +197,7 @@ async def test_plain_lines_tell_of_failures_alone(capsys: pytest.CaptureFixture[
         await served.http.post("/v1/models")
     first, second, third, fourth = capsys.readouterr().err.splitlines()
     assert first.startswith(f"400 POST {CHAT}: temperature: ")
+    assert first.count("temperature") == 1
     assert second.startswith(f"404 POST {CHAT}: model: ")
     assert "no" in second
     assert "\x1b" not in second

@@ -44,7 +44,9 @@ async def test_an_unloaded_model_does_not_count() -> None:
 
 async def test_no_model_is_not_ready() -> None:
     async with in_process(FakeUpstream(models=())) as served:
-        assert (await served.http.get("/health/ready")).status_code == 503
+        answer = await served.http.get("/health/ready")
+    assert answer.status_code == 503
+    assert "no Triton answers, or none has one" in answer.json()["error"]["message"]
 
 
 async def test_version() -> None:

@@ -1,11 +1,16 @@
 import asyncio
 import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
 from gateway.http import protocol
 from gateway.limits import admission
-from tests.gateway.fake_upstream import FakeUpstream
+from gateway.process import server
+from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket, until
 
 
@@ -94,6 +99,74 @@ async def test_http_1_0_gets_its_stream_without_chunks() -> None:
         assert nothing == b""
 
 
+UPGRADE = b"Connection: %s, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+"""As Java's HTTP client says it with every request by plain HTTP."""
+
+
+def asked_by_java(*, chunked: bool, connection: bytes = b"Upgrade") -> tuple[bytes, bytes]:
+    """Head and body of a chat."""
+    body = json.dumps({"model": "glm", "messages": MESSAGES}).encode()
+    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)
+    head = b"POST %b HTTP/1.1\r\n" % CHAT.encode() + UPGRADE % connection + length
+    head += b"\r\nHost: localhost\r\nContent-Type: application/json\r\n\r\n"
+    return head, b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_whoever_asks_for_another_protocol_is_answered_in_this_one(
+    chunked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, body = asked_by_java(chunked=chunked)
+    last, _ = asked_by_java(chunked=chunked, connection=b"Upgrade, close")
+    within = head.index(b"Upgrade: h2c") + 4
+    async with on_socket(FakeUpstream()) as served:
+        for pieces in (
+            [last + body],
+            [last, body],
+            [last[:within], last[within:], body[:5], body[5:]],
+            [head, body, last, body],
+            [head + body + head + body[:5], body[5:] + last + body],
+        ):
+            asked = b"".join(pieces).count(b"POST ")
+            answered, rest = await record(served, *pieces, pause_s=0.05)
+            answers = answered + rest
+            assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b"HTTP/1.1 ") == asked, pieces
+        web_socket = (
+            b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade%b\r\nUpgrade: websocket\r\n\r\n"
+        )
+        for path, status in ((b"/health", b"200"), (CHAT.encode(), b"405"), (b"/v1/realtime", b"404")):
+            answered, _ = await record(served, web_socket % (path, b", close"))
+            assert answered.startswith(b"HTTP/1.1 %b " % status)
+        answered, _ = await record(served, b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: elsewhere\r\n\r\n")
+        assert answered.startswith(b"HTTP/1.1 400 ")
+    assert "pgrade" not in caplog.text
+
+
+def ask_and_never_read(served: Served, **parameters: object) -> socket.socket:
+    """Ask for a chat; whatever comes stays in the kernel's small buffer."""
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    deaf.connect((served.http.base_url.host, served.http.base_url.port))
+    body = json.dumps({"model": "glm", "messages": MESSAGES, **parameters}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return deaf
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_clients_that_never_read_leave_their_places_to_others(stream: bool) -> None:
+    upstream = FakeUpstream(lambda _: say(*["x" * 100_000] * 80))
+    async with on_socket(upstream, send_timeout_s=1, max_connections=10) as served:
+        assert served.server is not None
+        connections = served.server.server_state.connections
+        deaf = [ask_and_never_read(served, stream=stream) for _ in range(10)]
+        await until(lambda: len(upstream.requests) == 10 and len(connections) == 10)
+        await until(lambda: not connections)
+        assert (await served.chat()).status_code == 200
+        for each in deaf:
+            each.close()
+
+
 async def test_tls_on_the_plain_port_is_named_in_the_log_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,3 +214,73 @@ async def test_a_connection_beyond_the_bound_has_less_time(monkeypatch: pytest.M
         assert await record(served) == (b"", b"")
         assert not idle[0].at_eof()
         idle[1].close()
+
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@dataclass
+class Kept:
+    """A connection that lasts."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def ask(self, request: bytes = GET) -> bytes:
+        """Return the status line."""
+        self.writer.write(request)
+        async with asyncio.timeout(20):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+            length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            await self.reader.readexactly(int(length))
+        return head.partition(b"\r\n")[0]
+
+    async def ended(self) -> bool:
+        async with asyncio.timeout(20):
+            return not await self.reader.read()
+
+
+@asynccontextmanager
+async def kept(served: Served) -> AsyncIterator[Kept]:
+    one = Kept(*await asyncio.open_connection(served.http.base_url.host, served.http.base_url.port))
+    yield one
+    one.writer.close()
+
+
+async def test_at_the_bound_whoever_is_idle_makes_room() -> None:
+    async with (
+        on_socket(FakeUpstream(), max_connections=2) as served,
+        kept(served) as first,
+        kept(served) as second,
+    ):
+        assert b" 200 " in await second.ask()
+        assert b" 200 " in await first.ask()
+        assert b" 200 " in await second.ask()
+        async with kept(served) as third:
+            assert b" 200 " in await third.ask()
+            assert await first.ended(), "it was idle for longest"
+            second.writer.write(GET[:10])
+            third.writer.write(GET[:10])
+            await asyncio.sleep(0.2)
+            async with kept(served) as late:
+                assert b" 503 " in await late.ask(), "nobody is idle"
+            assert b" 200 " in await second.ask(GET[10:])
+            assert b" 200 " in await third.ask(GET[10:])
+
+
+async def test_a_connection_beyond_the_bound_ends_with_its_answer() -> None:
+    async with on_socket(FakeUpstream(), max_connections=1) as served, kept(served), kept(served) as prober:
+        assert b" 200 " in await prober.ask(GET.replace(b"/v1/models", b"/health"))
+        assert await prober.ended()
+
+
+async def test_a_body_that_comes_after_its_answer_keeps_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_IDLE_S", 1)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+    async with on_socket(FakeUpstream(), max_in_flight=1, max_waiting=0) as served:
+        await served.gateway.admission.acquire()
+        async with kept(served) as early:
+            assert b" 429 " in await early.ask(f"{head}Content-Type: application/json\r\n\r\n".encode())
+            early.writer.write(b"too l")
+            assert await early.ended()
+        served.gateway.admission.release()

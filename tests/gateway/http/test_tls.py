@@ -1,4 +1,5 @@
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from gateway.process.listeners import base_url, bind
 from gateway.process.server import make_server
 from gateway.settings import follow
 from tests.gateway.certificates import Files, self_signed
-from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import CHAT, MESSAGES, settings, until
 from tests.ports import free_ports
 
@@ -28,10 +29,12 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def serving(files: Files) -> AsyncIterator[tuple[str, str]]:
+async def serving(
+    files: Files, upstream: FakeUpstream | None = None, **values: Any
+) -> AsyncIterator[tuple[str, str]]:
     """Serve by TLS; yield the URL, and the address for gRPC."""
-    upstream = FakeUpstream()
-    upstream.settings = settings(tls_cert=files.cert, tls_key=files.key)
+    upstream = upstream or FakeUpstream()
+    upstream.settings = settings(tls_cert=files.cert, tls_key=files.key, **values)
     app = create_app(upstream.settings, upstream)
     certificate = Certificate(files.cert, files.key)
     listener = bind("127.0.0.1", 0)
@@ -98,6 +101,27 @@ async def test_what_is_no_request_is_answered_by_tls_as_well(tmp_path: Path) -> 
         writer.write(b"GARBAGE\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400")
         writer.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_never_reads_is_gone_by_tls_as_well(tmp_path: Path, stream: bool) -> None:
+    files, upstream = self_signed(tmp_path, "served"), FakeUpstream(lambda _: say(*["x" * 100_000] * 80))
+    context = ssl.create_default_context(cafile=files.cert)
+    async with serving(files, upstream, send_timeout_s=1, max_connections=1) as (url, _):
+        host, port = url.removeprefix("https://").split(":")
+        body = json.dumps({"model": "glm", "messages": MESSAGES, "stream": stream}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        _, deaf = await asyncio.open_connection(host, int(port), ssl=context, limit=1000)
+        deaf.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: len(upstream.requests) == 1)
+        statuses = [503]
+        async with asyncio.timeout(20):
+            while statuses[-1] != 200:
+                async with httpx.AsyncClient(verify=context) as http:  # by another connection each time
+                    statuses.append((await http.get(url + "/v1/models")).status_code)
+                await asyncio.sleep(0.1)
+        assert set(statuses) == {503, 200}
+        deaf.transport.abort()
 
 
 async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:

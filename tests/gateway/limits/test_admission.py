@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -295,3 +296,39 @@ def test_processes_bound_their_connections_together(table: int, monkeypatch: pyt
     assert one.enter()
     mark_ended(places(table)[1])
     assert one.enter()
+
+
+def test_the_longest_idle_connection_makes_room(table: int) -> None:
+    one, other = (
+        Connections(3, SharedCounters(gauges=1, counters=0, place=place)) for place in places(table)
+    )
+    closed: list[str] = []
+
+    def idle(name: str, *, read: bool = True) -> Callable[[], bool]:
+        def close() -> bool:
+            if read:
+                closed.append(name)
+                one.wake(close)
+                one.leave()
+            return read
+
+        one.rest(close)
+        return close
+
+    assert all(one.enter() for _ in range(3))
+    idle("unread", read=False)
+    busy = idle("busy")
+    idle("first")
+    idle("second")
+    one.wake(busy)
+    assert not other.enter(), "it has none"
+    other.leave()
+    assert one.enter()
+    assert closed == ["first"]
+    one.close_idle(60)
+    assert closed == ["first"]
+    one.close_idle(0)
+    assert closed == ["first", "second"]
+    assert one.enter()
+    assert not one.enter(), "none is idle"
+    assert one.open == 4

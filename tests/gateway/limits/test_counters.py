@@ -12,6 +12,7 @@ from gateway.limits.counters import (
     Named,
     Number,
     SharedCounters,
+    mark_begun,
     mark_ended,
     new_table,
 )
@@ -86,6 +87,17 @@ def test_each_process_writes_its_own_and_reads_all(table: int) -> None:
     assert [[number.own for number in three] for three in numbers] == [[0, 1, 2], [10, 11, 12], [20, 21, 22]]
     assert list(numbers[1][1].of_others()) == [1, 21]
     assert [number.total() for number in numbers[2]] == [30, 33, 36]
+
+
+def test_processes_are_told_once_when_all_have_begun(table: int) -> None:
+    assert SharedCounters(gauges=1, counters=0).begun  # alone
+    one, other = places(table, 2)
+    first = SharedCounters(gauges=1, counters=0, place=one)
+    assert not first.begun
+    mark_begun(other)
+    assert first.begun
+    mark_ended(one)
+    assert SharedCounters(gauges=1, counters=0, place=one).begun  # also a process that replaces one
 
 
 def test_what_a_process_did_ends_with_it_and_what_it_counted_does_not(table: int) -> None:

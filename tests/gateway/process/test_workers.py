@@ -5,6 +5,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,45 @@ async def test_both_serve_also_clients_of_triton_and_each_tells_of_both(gateway:
         assert sorted(served) == ["0", "1"], route
 
 
+ONE_OF_TWO = """
+import os, pathlib, sys, time
+folder = pathlib.Path(__file__).parent
+if "gateway.process.workers" in sys.orig_argv:
+    links = [f"/proc/self/fd/{number}" for number in range(3, 40)]
+    mine = {os.readlink(link) for link in links if os.path.islink(link)}
+    (folder / str(os.getpid())).write_text("\\n".join(mine))
+    try:
+        os.link(folder / str(os.getpid()), folder / "first")
+    except FileExistsError:
+        pass
+    if any(each.startswith("socket") for each in mine & set((folder / "first").read_text().split())):
+        ACTION
+"""
+"""A `sitecustomize` in which one of the workers, known by its listener, does something before it imports."""
+
+
+async def test_it_is_ready_once_each_process_is(triton: FakeTriton, tmp_path: Path) -> None:
+    waits = "while not (folder / 'go_on').exists(): time.sleep(0.05)"
+    (tmp_path / "sitecustomize.py").write_text(ONE_OF_TWO.replace("ACTION", waits))
+    async with gateway_of_two(triton, tmp_path, {}, wait=False) as gateway:
+        async with asyncio.timeout(STARTED_S):
+            text = ""
+            while "other processes of this gateway are starting" not in text:
+                text = (await gateway.readiness())[1]
+        assert {(await gateway.readiness())[0] for _ in range(4)} <= {0, 503}
+        (tmp_path / "go_on").touch()
+        await gateway.wait_ready()
+        assert await gateway.all_serve()
+        assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
+
+
+async def test_it_does_not_wait_for_one_that_ends_again_and_again(triton: FakeTriton, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ONE_OF_TWO.replace("ACTION", "os._exit(1)"))
+    async with gateway_of_two(triton, tmp_path, {}) as gateway:
+        assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
+        assert (tmp_path / "log").read_text().count("a worker ended") >= 2
+
+
 async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
     gateway: Gateway, triton: FakeTriton
 ) -> None:
@@ -113,7 +154,7 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_is_replaced(
     killed.set()
     texts = await asyncio.gather(*streams)
     assert 0 < sum(map(is_whole, texts)) < CLIENTS
-    await gateway.wait_ready()
+    await gateway.wait_serving()
     assert len(gateway.workers()) == 2
     assert victim not in gateway.workers()
     assert all(map(is_whole, await asyncio.gather(*(stream(gateway.url) for _ in range(CLIENTS)))))
@@ -208,6 +249,15 @@ async def test_a_stuck_worker_does_not_keep_the_others_from_ending(gateway: Gate
         gateway.process.terminate()
     async with asyncio.timeout(60):
         assert await gateway.process.wait() == (128 + signal.SIGTERM if signals > 1 else 0)
+
+
+def test_the_parent_does_without_what_serves() -> None:
+    """It would take the memory of one more worker, and the time that one takes to import, before they do."""
+    names = "{'fastapi', 'grpc', 'uvicorn', 'jinja2'}"
+    program = f"import sys, gateway.cli, gateway.process.workers as w; print({names} & {{*sys.modules}}, "
+    program += f"w.prepare([1]), {names} - {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set() None set()\n"
 
 
 async def test_a_signal_while_workers_start_ends_them() -> None:

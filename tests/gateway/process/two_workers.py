@@ -48,15 +48,29 @@ class Gateway:
         return sums
 
     async def wait_ready(self) -> None:
+        """Wait until it says that it is."""
         async with asyncio.timeout(STARTED_S):
-            while not await self._ready():  # noqa: ASYNC110 - another process's
+            while (await self.readiness())[0] != 200:  # noqa: ASYNC110 - another process's
                 await asyncio.sleep(0.1)
 
-    async def _ready(self) -> bool:
-        try:
-            return await self.series("tritongate_upstream_healthy") == {"0": 1, "1": 1}
-        except httpx.TransportError:
-            return False
+    async def readiness(self) -> tuple[int, str]:
+        """Return what a process says of it; 0 while none accepts connections, or the one asked starts."""
+        async with httpx.AsyncClient(timeout=1) as http:
+            try:
+                answer = await http.get(self.url + "/health/ready")
+            except httpx.TransportError:
+                return 0, ""
+        return answer.status_code, answer.text
+
+    async def wait_serving(self) -> None:
+        """Wait until each process serves, also one that was replaced."""
+        async with asyncio.timeout(STARTED_S):
+            while not await self.all_serve():  # noqa: ASYNC110 - another process's
+                await asyncio.sleep(0.1)
+
+    async def all_serve(self) -> bool:
+        """Whether each process reaches the Triton."""
+        return await self.series("tritongate_upstream_healthy") == {"0": 1, "1": 1}
 
     async def wait_draining(self) -> None:
         """Wait until a worker drains, which it does once the parent has taken a signal."""
@@ -67,8 +81,13 @@ class Gateway:
 
 
 @asynccontextmanager
-async def gateway_of_two(triton: FakeTriton, folder: Path, more: Mapping[str, int]) -> AsyncIterator[Gateway]:
-    """Run one before `triton`; `folder` is on its Python path, and gets its log."""
+async def gateway_of_two(
+    triton: FakeTriton, folder: Path, more: Mapping[str, int], *, wait: bool = True
+) -> AsyncIterator[Gateway]:
+    """Run one before `triton`, which is ready unless told not to wait.
+
+    `folder` is on its Python path, and gets its log.
+    """
     (port,) = free_ports(1)
     flags = {"--port": port, "--workers": 2, "--upstreams": triton.address, "--max-in-flight": 100}
     flags["--drain-s"] = 30  # longer than any answer here takes
@@ -81,15 +100,17 @@ async def gateway_of_two(triton: FakeTriton, folder: Path, more: Mapping[str, in
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
         )
     gateway = Gateway(process, f"http://127.0.0.1:{port}")
-    await gateway.wait_ready()
-    children = gateway.workers().values()
+    if wait:
+        await gateway.wait_ready()
+    children = gateway.workers()
     try:
         yield gateway
     finally:
         if process.returncode is None:
+            children |= gateway.workers()
             process.terminate()
             await process.wait()
-        assert not wait_ended(children, 20)
+        assert not wait_ended(children.values(), 20)
 
 
 async def stream(url: str) -> str:

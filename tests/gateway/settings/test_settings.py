@@ -96,7 +96,7 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, "api_keys: [{name: a, key: s3cret}, {name: a, key: b}]", ["same name"]),
         ({}, {}, "- 1", ["gateway.yaml", "mapping"]),
         ({}, {}, "port: 1\nkey: s3cret: [", ["gateway.yaml", "line 2"]),
-        ({"host": "0.0.0.0"}, {}, "", ["host", "api_keys", "allow_anonymous"]),  # noqa: S104
+        ({"host": "0.0.0.0"}, {}, "", ["host", "--keys-file FILE", "--allow-anonymous"]),  # noqa: S104
     ],
 )
 def test_errors_name_field_and_source(  # noqa: PLR0917 - a table
@@ -204,7 +204,7 @@ def test_an_endpoint_is_a_url(value: str) -> None:
 
 def test_traces_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'tritongate\[tracing\]'"):
+    with pytest.raises(ConfigurationError, match=r"in the clone, pip install '\.\[tracing\]'"):
         load_settings({"trace_endpoint": "http://collector:4318/v1/traces"})
 
 

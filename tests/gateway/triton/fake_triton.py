@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+import msgspec
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from gateway.core.request import Conversation, Generation, Message
@@ -123,6 +124,8 @@ class FakeModel:
             heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
         )
     )
+    begun: int = 0
+    """Generations, of which its report tells."""
     obeys: bool = True
     """Whether a generation ends when it is told so."""
     probes: int = 0
@@ -300,7 +303,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         elif isinstance(kind, Probe):
             model.probes += 1
             if model.probe is None:
-                yield reply(meta=Meta(probe=model.report), final=True)
+                report = msgspec.structs.replace(model.report, begun=model.begun)
+                yield reply(meta=Meta(probe=report), final=True)
                 return
             script = model.probe
         else:
@@ -308,6 +312,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 script = model.tokenize
             self.requests.append(request)
             self.metadata.append(dict(context.invocation_metadata()))
+        model.begun += isinstance(kind, Asked)
         responses = script(request, context)
         if isinstance(kind, Asked) and kind.request_id is not None:
             responses = self._cancellable(kind.request_id, responses)

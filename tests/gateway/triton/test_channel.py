@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from gateway.core.backoff import Backoff
 from gateway.telemetry.logs import request_id
 from gateway.triton import channel as delta_channel
 from gateway.triton.buffer import DeltaBuffer
 from gateway.triton.channel import DeltaChannel
-from gateway.triton.client import Backoff, Client
+from gateway.triton.client import Client
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.errors import Fault, TritonError
 from tests.gateway.triton.fake_channel import FakeChannels

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from gateway.triton.client import Backoff, Client, EntryState
+from gateway.triton.client import Client, EntryState
 from gateway.triton.errors import Fault, TritonError
 from tests.gateway.triton.fake_triton import (
     FakeModel,
@@ -381,10 +381,3 @@ async def test_asking_about_an_unknown_model_is_an_error(client: Client) -> None
     with pytest.raises(TritonError) as raised:
         await client.metadata("other")
     assert raised.value.fault is Fault.NOT_READY
-
-
-def test_pauses_double_up_to_their_limit() -> None:
-    backoff = Backoff(0.25, 5.0)
-    assert [backoff.next() for _ in range(7)] == [0.25, 0.5, 1, 2, 4, 5, 5]
-    backoff.reset()
-    assert backoff.next() == 0.25

@@ -136,5 +136,8 @@ async def test_what_is_deleted_from_the_disk_is_forgotten_once_it_serves_no_more
         await looks(found)
         assert found.models == ["m", "n"]
     await until(lambda: found.models == ["m"], within_s=10)
-    watches = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("watch ")]
-    assert watches == [f"watch m on {triton.address}"]
+    await until(lambda: watches() == [f"watch m on {triton.address}"])
+
+
+def watches() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("watch ")]

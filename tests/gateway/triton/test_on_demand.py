@@ -234,6 +234,27 @@ async def test_an_idle_model_is_unloaded_and_comes_back(
     assert await said(pool, "a") == "Hello"
 
 
+async def test_what_only_others_use_is_not_idle(triton: FakeTriton, demand: Any, observer: Any) -> None:
+    unloaded(triton, "a", "b")
+    busy, watching = [await demand(triton, unload_idle_s=4.0) for _ in range(2)]
+    await asyncio.gather(said(busy, "a"), said(watching, "b"))
+    while ("b", triton.address, "idle") not in observer.unloads:
+        assert await said(busy, "a") == "Hello"  # over before a probe sees it
+        await asyncio.sleep(0.05)
+    assert "unload a" not in triton.orders
+
+
+async def test_what_others_used_since_makes_no_room(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, "a", "b", "c")
+    one, other = [await demand(triton, max_loaded=2, min_loaded_s=0) for _ in range(2)]
+    assert [await said(other, model) for model in "ab"] == ["Hello"] * 2
+    assert await said(one, "a") == "Hello"
+    await until(lambda: any(each.used_elsewhere_at > 0 for each in other.replicas()))
+    assert await said(other, "c") == "Hello"
+    assert "unload b" in triton.orders
+    assert "unload a" not in triton.orders
+
+
 async def test_an_unload_by_hand_lasts_until_the_next_request(
     triton: FakeTriton, demand: Any, observer: Any
 ) -> None:

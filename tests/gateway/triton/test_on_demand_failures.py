@@ -1,11 +1,15 @@
 """Loading on demand where Tritons hang, die or leave, models are dead, or the gateway closes."""
 
 import asyncio
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.errors import UnavailableError
+from gateway.triton.on_demand import _alone
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_resolver import NAME
 from tests.gateway.triton.fake_triton import FakeTriton, refusing, until
@@ -120,3 +124,24 @@ async def test_a_model_that_takes_its_tritons_along_is_not_loaded_on_all_of_them
         with pytest.raises(UnavailableError, match="could not be loaded"):
             await ask(pool, "a")
     assert sum(len(each.orders) for each in all_of_them) == 2
+
+
+def test_one_process_at_a_time_begins_a_load_and_no_lock_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _alone("a:1") as first, _alone("a:1") as second, _alone("b:1") as elsewhere:
+        assert (first, second, elsewhere) == (True, False, True)
+    assert list(tmp_path.iterdir()) == []
+
+    opened = os.open
+
+    def late(path: Path, *rest: int) -> int:
+        """Another process ends between this one's two steps, opening and locking."""
+        file = opened(path, *rest)
+        path.unlink()
+        return file
+
+    monkeypatch.setattr(os, "open", late)
+    with _alone("a:1") as alone:
+        assert not alone

@@ -11,7 +11,7 @@ from triton_models.embedded import command
 from triton_models.embedded.models import NO_CONTEXT
 from triton_models.embedded.server import TritonServer
 from triton_models.entries import ModelEntry, write_entry
-from triton_models.options import OPTIONS
+from wire.options import OPTIONS
 
 
 class Seen:

@@ -50,7 +50,7 @@ def test_numpy_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", missing("pytriton"))
-    with pytest.raises(SetupError, match=r"pip install 'tritongate\[embedded\]' on Linux x86-64"):
+    with pytest.raises(SetupError, match=r"pip install '\.\[embedded\]' on Linux x86-64"):
         find_installation()
 
 

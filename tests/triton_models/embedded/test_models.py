@@ -1,22 +1,19 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from deploy.docker import start_triton
 from triton_models.embedded import command as program
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import (
     BUILT_IN_CHECKPOINT,
-    model_flags,
     read_model_argument,
     write_models,
 )
-from triton_models.options import OPTIONS
+from wire.options import OPTIONS
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -28,30 +25,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-@click.command()
-@model_flags
-def command(**flags: Any) -> None:
-    click.echo(flags)
-
-
-def said(*arguments: str) -> str:
-    return CliRunner().invoke(command, arguments).output
-
-
-@pytest.mark.parametrize("each", [command, program.main, start_triton.main])
+@pytest.mark.parametrize("each", [program.main, start_triton.main])
 def test_every_program_has_a_flag_for_each_option(each: click.Command) -> None:
     assert {option.name for option in OPTIONS} <= {parameter.name for parameter in each.params}
-
-
-def test_flags_are_read_as_their_option_is() -> None:
-    given = said("--max-context", "2048", "--kv-memory-gib", "0.5", "--dtype", "bfloat16")
-    assert all(
-        text in given for text in ("'max_context': 2048", "'kv_memory_gib': 0.5", "'max_running': None")
-    )
-    assert "max_context must be at least 32, not 8" in said("--max-context", "8")
-    assert "'x' is not a whole number" in said("--max-context", "x")
-    assert "dtype must be auto, float32" in said("--dtype", "int8")
-    assert "[default: 128; 512 on a GPU]" in " ".join(said("--help").split())
 
 
 def test_a_model_is_named_by_its_folder_or_by_name(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from triton_models.embedded import warden
@@ -162,6 +163,20 @@ def test_a_server_that_does_not_stop_is_killed(run: RunDirectory) -> None:
         started.terminate()
         assert started.wait(20) == 128 + 9
         assert time.monotonic() - began >= warden.GRACE_S
+
+
+def test_nothing_outlives_it_that_the_server_had_started(run: RunDirectory) -> None:
+    """Nothing in these processes' command lines tells whose they are, as in one that is about to exit."""
+    told = run.path / "told"
+    inner = f"sleep 300 & echo $! >{told}; exec sleep 300"
+    script = f"({inner}) & echo $!; until [ -s {told} ]; do sleep 0.01; done; cat {told}"
+    command = [*of(run, os.getpid()), "/bin/sh", "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        output, _ = started.communicate(timeout=100)  # to its end: nobody has it open
+        assert started.returncode == 0
+    left = output.split()
+    assert len(left) == 2
+    assert not any(psutil.pid_exists(int(pid)) for pid in left)
 
 
 def test_logs_of_failed_starts_outlive_the_next_ones(places: dict[str, Path]) -> None:

@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,3 +109,29 @@ def test_where_they_cannot_be_packed_they_stay_and_the_log_says_why(
 def test_other_devices_compute_plainly() -> None:
     assert choose_backend(torch.device("meta"), torch.float32) is PLAIN
     assert choose_backend(CPU, torch.float32).convert is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size"),
+    [
+        ((9, 0), torch.bfloat16, 64),
+        ((9, 0), torch.float16, 64),
+        ((9, 0), torch.float32, 16),
+        ((8, 9), torch.bfloat16, 16),
+        ((10, 0), torch.bfloat16, 16),
+    ],
+)
+def test_blocks_are_as_large_as_what_hopper_copies_at_once(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, size: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(backend, "find_spec", lambda _: "there")
+    monkeypatch.setattr(backend, "cuda_backend", lambda _: PLAIN)
+    assert choose_backend(torch.device("cuda:0"), dtype).block_size == size
+
+
+def test_an_engine_has_blocks_of_its_backends_size_unless_told_otherwise() -> None:
+    suited = replace(PLAIN, block_size=32)
+    assert Engine(small_model(), EngineSettings(), backend=suited).settings.block_size == 32
+    chosen = EngineSettings(block_size=4, kv_blocks=9)
+    assert Engine(small_model(), chosen, backend=suited).settings.block_size == 4

@@ -259,5 +259,5 @@ def test_an_engine_takes_no_more_than_was_found_out(
     engine = Engine(model, EngineSettings(max_running=256, max_batched_tokens=1024))
     warm_up(engine)
     blocks = engine.stats().kv_blocks + 1
-    cache = blocks * engine.settings.block_size * model.kv_shape.bytes_per_token(dtype)
+    cache = blocks * engine.settings.block_tokens * model.kv_shape.bytes_per_token(dtype)
     assert free_bytes(device) + cache >= left[0]

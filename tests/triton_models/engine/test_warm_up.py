@@ -9,7 +9,7 @@ import torch
 
 from bench.engine import random_model
 from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, request, run
-from tests.triton_models.engine.wild_mix import wild_mix
+from tests.triton_models.engine.wild_mix import LARGE_STEP, wild_mix
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import Operations
 from triton_models.engine.models.decoder import DecoderConfig
@@ -98,11 +98,15 @@ SHAPE = DecoderConfig(
 )
 """Heads as ChatGLM3-6B has them, and little else."""
 
-ROOMY = EngineSettings(max_running=24, max_batched_tokens=160, max_context=400, kv_blocks=24 * 25)
+ROOMY = EngineSettings(
+    max_running=24, max_batched_tokens=160, max_context=400, block_size=16, kv_blocks=24 * 25
+)
 TIGHT = replace(ROOMY, kv_blocks=40)
 """Some sequences are preempted."""
+IN_BLOCKS = replace(ROOMY, max_batched_tokens=1200, block_size=64, kv_blocks=24 * 7)
+"""As on Hopper, with steps large enough for its larger tiles."""
 
-memory = pytest.mark.parametrize("settings", [ROOMY, TIGHT], ids=["roomy", "tight"])
+memory = pytest.mark.parametrize("settings", [ROOMY, TIGHT, IN_BLOCKS], ids=["roomy", "tight", "in blocks"])
 
 
 @memory
@@ -120,6 +124,7 @@ def test_the_mix_that_follows_a_warm_up_holds_everything(settings: EngineSetting
     assert seen.prompt_steps > 0
     assert {1, 2, 3} <= seen.batch_sizes
     assert settings is TIGHT or settings.max_running in seen.batch_sizes
+    assert (seen.largest_step > LARGE_STEP) == (settings is IN_BLOCKS)
     assert (engine.open_requests, engine.stats().kv_blocks_used) == (0, 0)
 
 

@@ -12,6 +12,8 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason, Request
 
 LENGTHS = (1, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 100, 129, 200, 257)
+LARGE_STEP = 992
+"""Larger ones have another kernel for prompts on a GPU (`kernels.attention_prefill.MANY_ROWS`)."""
 SEEDS = (None, 0, 1, 16, -1, 2**63 - 1, -(2**63), 2**32, 12345)
 
 
@@ -43,6 +45,8 @@ class Seen:
     ends: dict[FinishReason, int] = field(default_factory=dict)
     batch_sizes: set[int] = field(default_factory=set)
     prompt_steps: int = 0
+    largest_step: int = 0
+    """Tokens of prompts and decodes."""
     preemptions: int = 0
     cached_tokens: int = 0
     prompt_logprobs: int = 0
@@ -69,6 +73,7 @@ def wild_mix(engine: Engine, *, requests: int, vocabulary: int, seed: int = 0) -
         if stats is not None:
             seen.batch_sizes.add(stats.batch_size)
             seen.prompt_steps += stats.prefill_tokens > 0
+            seen.largest_step = max(seen.largest_step, stats.prefill_tokens + stats.batch_size)
         for output in engine.take_outputs():
             assert output.error is None, output
             seen.cached_tokens += output.cached_tokens

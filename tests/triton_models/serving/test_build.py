@@ -17,11 +17,11 @@ from triton_models.engine.models.positions import Interpolation, Rope
 from triton_models.engine.ops_cpu import NotCompiledError
 from triton_models.engine.settings import EngineSettings
 from triton_models.errors import CheckpointError, EntryError, SettingsError
-from triton_models.options import OPTIONS
 from triton_models.serving import build
 from triton_models.serving.build import build_service, choose_dtype, engine_settings
 from triton_models.serving.chat_text import load_text
 from triton_models.serving.service import HEARTBEAT_S
+from wire.options import OPTIONS
 
 
 def test_the_cpu_computes_in_float32_unless_asked() -> None:

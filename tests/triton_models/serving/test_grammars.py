@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,13 +103,15 @@ def test_who_waits_for_a_compiler_can_leave_and_the_queue_is_bounded(
     monkeypatch.setattr(intake, "GRAMMARS_WAITING", COMPILERS + 2)
     busy = [served.ask(grammar=Grammar("regex", f"[a-z]{number}")) for number in range(COMPILERS)]
     cancelled = served.ask(grammar=BY_REGEX, request_id="leaves")
-    late = served.ask(grammar=BY_SCHEMA, deadline_ms=1)
+    late = served.ask(grammar=BY_SCHEMA, deadline_ms=3_600_000)
     full = served.ask(grammar=Grammar("regex", "more")).wait()
     assert full.refused[0] is RefusalCode.QUEUE_FULL
     assert len(served.service._requests) == COMPILERS + 2
     assert served.send(encode_request(Cancel("leaves"))).wait().metas[-1].cancelled
     assert cancelled.wait().refused[0] is RefusalCode.CANCELLED
     wait_until(lambda: len(served.service._requests) == COMPILERS + 1)
+    *_, waiting = served.service._requests.values()
+    waiting.deadline = time.monotonic()  # only now: it was to be in the queue first
     go.set()
     assert late.wait().refused[0] is RefusalCode.DEADLINE_EXCEEDED
     assert not late.metas

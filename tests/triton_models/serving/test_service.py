@@ -137,7 +137,7 @@ def test_a_full_engine_refuses_and_still_answers_probes_and_cancels(serve: Calla
     refused = served.ask(max_tokens=LONG).wait()
     assert refused.refused[0] is RefusalCode.QUEUE_FULL
     report = served.probe()
-    assert (report.running, report.waiting) == (2, 2)
+    assert (report.running, report.waiting, report.begun) == (2, 2, 5)
     assert (report.format, report.max_context) == ("chatglm3", 512)
     for number, each in enumerate(admitted):
         cancel = served.send(json.dumps({"cancel": f"r{number}"}).encode()).wait()

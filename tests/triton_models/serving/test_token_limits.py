@@ -212,6 +212,15 @@ def test_what_fits_the_context_is_kept(served: Served) -> None:
     assert refused.refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
 
 
+def test_a_text_that_cannot_fit_is_cut_too(served: Served) -> None:
+    context = served.probe().max_context
+    text = "hello " * (40 * context)
+    assert served.ask(text).wait().refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+    answer = served.ask(text, truncate_prompt_tokens=-1, max_tokens=7).wait()
+    assert answer.refusal is None
+    assert answer.metas[-1].usage.prompt_tokens == context - 7
+
+
 def test_only_what_is_kept_is_echoed_and_reported(served: Served, text: ChatText) -> None:
     prompt = "one two three four five"
     ids = text.tokenizer.encode(prompt)

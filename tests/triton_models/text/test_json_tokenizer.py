@@ -10,6 +10,7 @@ from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 
+from tests.gil import turns_during
 from tests.template_checkpoint import ANSWER, SPECIAL, write_tokenizer
 from triton_models.errors import CheckpointError, LibraryPanicError, TextError
 from triton_models.text.answer import Detokenizer
@@ -33,6 +34,10 @@ def test_text_comes_back(tokenizer: JsonTokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text
     detokenizer = Detokenizer(tokenizer, continues=True)
     assert "".join(detokenizer.push(each) for each in ids) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: JsonTokenizer) -> None:
+    assert turns_during(lambda: tokenizer.encode("Hello 你好, naïve " * 30_000)) > 60
 
 
 def test_no_text_becomes_a_special_token(tokenizer: JsonTokenizer) -> None:
@@ -78,6 +83,23 @@ def test_ids_that_the_model_has_not_end_nothing(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": own.size}), encoding="utf-8")
     assert (JsonTokenizer(tmp_path).end_ids, JsonTokenizer(tmp_path).size) == (own.end_ids, own.size)
+
+
+def test_an_added_token_that_the_model_has_not_is_left_out(tmp_path: Path) -> None:
+    """As by whoever trains on, and adds a token for padding without a row of weights."""
+    made = write_tokenizer(tmp_path)
+    own = JsonTokenizer(tmp_path)
+    made.add_special_tokens(["<pad>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert JsonTokenizer(tmp_path).size == own.size + 1
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": own.size}), encoding="utf-8")
+    tokenizer = JsonTokenizer(tmp_path)
+    assert tokenizer.size == own.size
+    assert tokenizer.special_ids == own.special_ids
+    assert max(tokenizer.encode("a<pad>b")) < own.size
+    # What is no added token is another model's.
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}), encoding="utf-8")
+    assert JsonTokenizer(tmp_path).size > len(SPECIAL) + 9
 
 
 BLOCKS = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257, "i": 258, "▁h": 259}

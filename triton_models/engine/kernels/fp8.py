@@ -162,6 +162,33 @@ def gated_rows(x: tuple[Tensor, Tensor], matrix: Fp8Linear, *, unit: Tensor) -> 
     return numbers, scales
 
 
+def added_rows(
+    x: tuple[Tensor, Tensor], matrix: Fp8Linear, *, unit: Tensor, residual: Tensor, norm: Norm
+) -> tuple[Tensor, Tensor]:
+    """Return `quantise_rows(scaled_product(x, matrix, residual=residual), norm)`, in one launch less."""
+    product, scaled = _product(x, matrix, unit)
+    rows, outputs = product.shape
+    numbers = torch.empty((rows, outputs), dtype=torch.float8_e4m3fn, device=product.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=product.device)
+    block = triton.next_power_of_2(outputs)
+    _add_rows[(rows,)](
+        product,
+        None if scaled else x[1],
+        matrix.scales,
+        None if scaled else matrix.bias,
+        residual,
+        norm.weight,
+        norm.bias,
+        norm.epsilon,
+        numbers,
+        scales,
+        OUTPUTS=outputs,
+        BLOCK=block,
+        num_warps=norm_warps(block),
+    )
+    return numbers, scales
+
+
 def _product(x: tuple[Tensor, Tensor], matrix: Fp8Linear, unit: Tensor) -> tuple[Tensor, bool]:
     """Return a product, and whether it has its scales and bias."""
     numbers, x_scales = x
@@ -337,6 +364,39 @@ def _gate_rows(
     dtype: tl.constexpr = product.dtype.element_ty
     part = silu_times(gate.to(dtype), up.to(dtype)).to(tl.float32)
     store_row(part, numbers + row * OUTPUTS, gated_scales + row, n, OUTPUTS)
+
+
+@triton.jit
+def _add_rows(
+    product,
+    x_scales,
+    scales,
+    bias,
+    residual,
+    weight,
+    norm_bias,
+    eps,
+    numbers,
+    row_scales,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    # As in `_quantise_rows`.
+    n = tl.max_contiguous(tl.arange(0, BLOCK), 128 // residual.dtype.element_ty.primitive_bitwidth)
+    inside = n < OUTPUTS
+    part = tl.load(product + row * OUTPUTS + n, mask=inside, other=0.0).to(tl.float32)
+    if x_scales is not None:
+        part *= tl.load(scales + n, mask=inside, other=0.0) * tl.load(x_scales + row)
+    if bias is not None:
+        part += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = residual.dtype.element_ty
+    here = residual + row * OUTPUTS + n
+    before = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    sums = (before + part.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(here, sums, mask=inside)
+    normed = norm_row(sums.to(tl.float32), weight, norm_bias, eps, n, OUTPUTS).to(dtype).to(tl.float32)
+    store_row(normed, numbers + row * OUTPUTS, row_scales + row, n, OUTPUTS)
 
 
 @triton.jit

@@ -100,7 +100,8 @@ class Operations(Protocol):
     """What a model computes with. Unless a method says otherwise, it may overwrite the activations given.
 
     T is the number of tokens in the step. All tensors but the weights of norms, the rotary tables and slopes
-    have the model's dtype. A product's `norm` is the one that its inputs get first, which stay as they are.
+    have the model's dtype. A product's `norm` is the one that its inputs get first, which stay as they are;
+    `then` is the norm with which the result goes into the next operation, told ahead to save work.
     """
 
     @property
@@ -131,12 +132,22 @@ class Operations(Protocol):
         """Return `matrix(inputs)`: [T, K] gives [T, N]."""
         ...
 
-    def add_linear(self, hidden: Tensor, inputs: Tensor, matrix: Linear) -> Tensor:
+    def add_linear(
+        self, hidden: Tensor, inputs: Tensor, matrix: Linear, *, then: Norm | None = None
+    ) -> Tensor:
         """Return `hidden + matrix(inputs)`: [T, N] and [T, K] give [T, N]."""
         ...
 
     def feed_forward(
-        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, gated: bool, add: bool
+        self,
+        hidden: Tensor,
+        up: Linear,
+        down: Linear,
+        *,
+        norm: Norm,
+        gated: bool,
+        add: bool,
+        then: Norm | None = None,
     ) -> Tensor:
         """Return `down(activated)`, plus `hidden` if `add`: [T, width], of `hidden`, [T, width].
 

@@ -202,9 +202,12 @@ class Decoder:
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._norm_heads(heads, layer.query_norm, layer.key_norm, operations)
             attended = operations.attend(index, heads, self.positions)
-            hidden = self._add(hidden, attended, layer.attention_out, layer.attention_norm, operations)
-            if layer is not self.layers[-1]:
-                hidden = self._feed_forward(layer, hidden, operations)
+            last = layer is self.layers[-1]
+            then = None if last else layer.feed_forward_norm
+            hidden = self._add_attention(layer, hidden, attended, operations, then=then)
+            if not last:
+                following = self.layers[index + 1].input_norm
+                hidden = self._feed_forward(layer, hidden, operations, then=following)
         return hidden
 
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
@@ -212,7 +215,9 @@ class Decoder:
         hidden = self._feed_forward(self.layers[-1], hidden, operations)
         return operations.linear(hidden, self.head, norm=self.final_norm)
 
-    def _feed_forward(self, layer: DecoderLayer, hidden: Tensor, operations: Operations) -> Tensor:
+    def _feed_forward(
+        self, layer: DecoderLayer, hidden: Tensor, operations: Operations, *, then: Norm | None = None
+    ) -> Tensor:
         part = operations.feed_forward(
             hidden,
             layer.up,
@@ -220,6 +225,7 @@ class Decoder:
             norm=layer.feed_forward_norm,
             gated=self.config.gated,
             add=layer.output_norm is None,
+            then=then if layer.output_norm is None else None,
         )
         return part if layer.output_norm is None else hidden + operations.norm(part, layer.output_norm)
 
@@ -230,10 +236,17 @@ class Decoder:
             rows = part.reshape(-1, self.config.head_dim)
             part.copy_(operations.norm(rows, norm).view(part.shape))
 
-    def _add(
-        self, hidden: Tensor, inputs: Tensor, matrix: Linear, norm: Norm | None, operations: Operations
+    def _add_attention(
+        self,
+        layer: DecoderLayer,
+        hidden: Tensor,
+        attended: Tensor,
+        operations: Operations,
+        *,
+        then: Norm | None = None,
     ) -> Tensor:
-        """Return `hidden + matrix(inputs)`, with the second normed if there is a norm for it."""
-        if norm is None:
-            return operations.add_linear(hidden, inputs, matrix)
-        return hidden + operations.norm(operations.linear(inputs, matrix), norm)
+        """Return `hidden` plus what the attention gives, normed if there is a norm for it."""
+        if layer.attention_norm is None:
+            return operations.add_linear(hidden, attended, layer.attention_out, then=then)
+        part = operations.linear(attended, layer.attention_out)
+        return hidden + operations.norm(part, layer.attention_norm)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.core.events import Delta
 from gateway.core.request import (
     Conversation,
     Generation,
@@ -21,8 +22,9 @@ from gateway.triton.dialects import Dialects
 from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.dialects.model_text import RenderedPrompt
+from tests.gateway.triton.dialects.test_chatglm import ACCEPTED, END, USAGE, response
 from tests.gateway.triton.fake_triton import having
-from tests.template_checkpoint import write_tokenizer
+from tests.template_checkpoint import REASONING, write_tokenizer
 from wire import names
 from wire.request import Generation as WireGeneration
 from wire.request import decode_request
@@ -86,15 +88,72 @@ async def test_what_cannot_be_enforced_is_refused(dialect: Dialect) -> None:
         await sent(dialect, generation(replace(TALK, offer=offer)), NO_FORMAT)
 
 
+def reasoning(folder: Path) -> Dialect:
+    """Return the dialect of a model whose prompts end within the reasoning."""
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}</think><think>\n")
+    return Dialects([f"m={folder}"]).of("m", having(CHATGLM.inputs))
+
+
 async def test_reasoning_and_a_grammar_exclude_each_other(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}</think><think>\n")
-    dialect = Dialects([f"m={tmp_path}"]).of("m", having(CHATGLM.inputs))
+    dialect = reasoning(tmp_path)
     assert (await sent(dialect, generation(), NO_FORMAT)).raw
     with pytest.raises(InvalidRequestError, match="begins with reasoning"):
         await sent(
             dialect, generation(grammar=Grammar(kind="json_object", field="response_format")), NO_FORMAT
         )
+
+
+async def test_a_grammar_that_would_forbid_calls_is_refused(dialect: Dialect) -> None:
+    offer = ToolOffer(tools=(Tool(name="now", description=None, parameters={}),))
+    grammar = Grammar(kind="json_object", field="response_format")
+    with pytest.raises(InvalidRequestError, match="would forbid calling a tool") as refused:
+        await sent(dialect, generation(replace(TALK, offer=offer), grammar=grammar), NO_FORMAT)
+    assert refused.value.param == "response_format"
+    uncalled = replace(offer, choice="none")
+    request = await sent(dialect, generation(replace(TALK, offer=uncalled), grammar=grammar), NO_FORMAT)
+    assert request.grammar is not None
+
+
+async def test_reasoning_is_counted_at_the_end_of_each_choice(tmp_path: Path) -> None:
+    dialect = reasoning(tmp_path)
+    assert dialect.prepare is not None
+    assert dialect.channels is not None
+    prepared = await dialect.prepare(generation(n=2), NO_FORMAT)
+    answer = dialect.channels.decoder(prepared, NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    begun, rest = REASONING[:5], REASONING[5:] + "</think>\n\nYes"  # it is one token, and its mark another
+    answer.deltas([(0, begun, 1, (), None), (0, rest, 1, (), None)])
+    answer.decode(response("", {"finish_reason": "stop"}))
+    (last,) = answer.decode(response(REASONING + "</think>", END | {"index": 1}))
+    assert isinstance(last, Delta)
+    assert last.usage is not None
+    assert last.usage.reasoning_tokens == 2
+
+
+async def test_no_more_reasoning_is_told_than_was_generated(tmp_path: Path) -> None:
+    dialect = reasoning(tmp_path)
+    assert dialect.prepare is not None
+    answer = dialect.decoder(await dialect.prepare(generation(), NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    (last,) = answer.decode(response("Hm, hm", END))
+    assert isinstance(last, Delta)
+    assert last.usage is not None
+    assert last.usage.reasoning_tokens == USAGE["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [(REASONING + "</think>Yes", 1), (" the the</think>Yes", 2), ("</think>Yes", 0)]
+)
+async def test_reasoning_is_counted_without_its_marks(tmp_path: Path, text: str, tokens: int) -> None:
+    dialect = reasoning(tmp_path)
+    assert dialect.prepare is not None
+    answer = dialect.decoder(await dialect.prepare(generation(), NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    (last,) = answer.decode(response(text, END))
+    assert isinstance(last, Delta)
+    assert last.usage is not None
+    assert last.usage.reasoning_tokens == tokens
 
 
 def test_without_a_tokenizer_a_conversation_is_refused_by_what_to_set() -> None:

@@ -13,7 +13,16 @@ from gateway.chat.marked import THINK
 from gateway.chat.styles import STYLES
 from gateway.chat.templates import ChatTemplate
 from gateway.core.events import Delta
-from gateway.core.request import Conversation, Generation, Image, Message, PlainText, Tool, ToolOffer
+from gateway.core.request import (
+    Conversation,
+    Generation,
+    Grammar,
+    Image,
+    Message,
+    PlainText,
+    Tool,
+    ToolOffer,
+)
 from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
 from gateway.triton.dialects import llm_api, trtllm, vllm
@@ -221,3 +230,36 @@ def test_a_template_gives_away_how_reasoning_is_marked(tmp_path: Path) -> None:
         assert (delta.reasoning, delta.text) == ("Hm.", "Two.")
     template.write_text("{{ messages[0].content }}")
     assert not ModelText.read(tmp_path / "tokenizer").thinks
+
+
+CONTRACTS = {
+    "vllm": (vllm.CONTRACT, {"text_input", "sampling_parameters", "stream", "exclude_input_in_output"}),
+    "trtllm": (trtllm.CONTRACT, {"text_input", "max_tokens", "stream", "exclude_input_in_output"}),
+}
+
+
+@pytest.mark.parametrize("backend", CONTRACTS)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"switches": {"enable_thinking": True}}, "begins with reasoning"),
+        ({"offer": ToolOffer(tools=(WEATHER,))}, "would forbid calling a tool"),
+        ({"offer": ToolOffer(tools=(WEATHER,), choice="none")}, None),
+        ({}, None),
+    ],
+)
+async def test_a_grammar_excludes_reasoning_and_calls(
+    backend: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    contract, inputs = CONTRACTS[backend]
+    dialect = contract.dialect(contract.inputs | inputs, model())
+    grammar = Grammar(kind="json_object", field="text.format")
+    asked = Generation(request_id="r", model="m", prompt=talk(**changes), deadline=0, grammar=grammar)
+    assert dialect.prepare is not None
+    if reason is None:
+        assert (await dialect.prepare(asked, ModelReport())).grammar == grammar
+        return
+    with pytest.raises(InvalidRequestError, match=reason) as refused:
+        await dialect.prepare(asked, ModelReport())
+    assert refused.value.param == "text.format"
+    assert await dialect.prepare(structs.replace(asked, grammar=None), ModelReport())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.chat.templates import ChatTemplate
-from gateway.core.events import Delta
+from gateway.core.events import Delta, TokenLogprob
 from gateway.core.request import (
     Conversation,
     Generation,
@@ -73,6 +73,12 @@ def read(dialect: Dialect, responses: Collection[Response], **changes: Any) -> t
     assert usage is not None
     assert sum(delta.tokens for delta in deltas) == usage.completion_tokens
     return "".join(delta.text for delta in deltas), deltas[-1]
+
+
+def logprobs_of(dialect: Dialect, answer: Response) -> list[TokenLogprob]:
+    decoder = dialect.decoder(prepared(dialect, logprobs=2), ModelReport())
+    events = [*decoder.decode(answer), *decoder.end()]
+    return [each for event in events if isinstance(event, Delta) for each in event.logprobs or ()]
 
 
 def given(request: Request) -> dict[str, list[Any]]:
@@ -144,6 +150,19 @@ def test_an_older_vllm_tells_neither_lengths_nor_reasons() -> None:
     long = response(PROMPT + "x" * 2_000)
     assert read(dialect, [long])[1].finish_reason == "stop"
     assert read(dialect, [long], max_tokens=2_000)[1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("logprob", ["-Infinity", "-1e300", "NaN"])
+def test_a_log_probability_has_a_floor(logprob: str) -> None:
+    """JSON has no infinity: clients would read null."""
+    dialect = vllm.CONTRACT.dialect(VLLM | {"exclude_input_in_output", "return_logprobs"}, NOT_COUNTING)
+    answer = response("a", finish="stop")
+    entry = f'{{"logprob": {logprob}, "decoded_token": "b"}}'
+    tokens = f'[{{"5": {{"logprob": -0.5, "decoded_token": "a"}}, "7": {entry}}}]'
+    answer.outputs.add(name="logprobs", datatype="BYTES", shape=[1])
+    answer.raw_output_contents.append(pack_strings([tokens.encode()]))
+    [token] = logprobs_of(dialect, answer)
+    assert [(each.token, each.logprob) for each in token.top] == [("a", -0.5), ("b", -9999.0)]
 
 
 @pytest.mark.parametrize("inputs", [VLLM, ENSEMBLE])

@@ -137,6 +137,73 @@ def test_text_so_far_and_deltas_are_told_apart(texts: list[str]) -> None:
     assert "".join([*map(growth.push, texts), growth.end()]) == "abc"
 
 
+def grown(texts: Sequence[str], before: str | None = "") -> str:
+    growth = Growth(before)
+    return "".join([*map(growth.push, texts), growth.end()])
+
+
+@pytest.mark.parametrize("before", ["", "What is one and one?", "Hi", None])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["2", "2", "2", ""],
+        ["2", "2", "2"],
+        ["2", "2", ""],
+        ["哈", "哈", "哈", "，", "好的", ""],
+        ["-"] * 30,
+        ["1", "10", " = ", "110"],
+        ["\ufffd", "\ufffd", "one", " two"],
+        ["Hi", " there", "."],
+        ["one", " two", " three"],
+    ],
+)
+def test_deltas_may_repeat_or_begin_with_what_came_before(texts: list[str], before: str | None) -> None:
+    assert grown(texts, before) == "".join(texts)
+
+
+@pytest.mark.parametrize("echoed", [True, False])
+@pytest.mark.parametrize("before", ["", "What is one and one?", "Hi"])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["one", "one two", "one two three"],
+        ["one", "one two", "one two three", "one two three"],
+        ["Yes", "Yes"],
+        ["", "Hel", "Hello"],
+        ["Sure: ", "Sure: ", "Sure: ", "Sure: ", "Sure: 😀", "Sure: 😀!"],
+        ["Sure: ", "Sure: \ufffd", "Sure: 😀", "Sure: 😀!"],
+        ["Sure, here it is: ", "Sure, here it is: \ufffd", "Sure, here it is: 😀"],
+        ["我", "我\ufffd", "我\ufffd\ufffd", "我鑫", "我鑫。"],
+        ["\ufffd", "你", "你\ufffd", "你好", "你好吗"],
+        ["\ufffd", "😀"],
+        ["one", "one two", "one two three", "one two three \ufffd", "one two three 😀", "one two three 😀!"],
+        ["one", "one\ufffd", "one\ufffd two", "one\ufffd two three"],
+        ["one", "one two", "one two \ufffd"],
+        ["one", "one \ufffd", "one \ufffd\ufffd"],
+        ["one\ufffd"],
+    ],
+)
+def test_text_so_far_is_never_taken_for_deltas(texts: list[str], before: str, *, echoed: bool) -> None:
+    whole = max(texts, key=lambda text: len(text.rstrip("\ufffd")) + len(text) / 100)
+    assert grown([before + text for text in texts] if echoed else texts, before) == whole
+
+
+@pytest.mark.parametrize(
+    ("texts", "returned"),
+    [
+        (["one", " two", " two", ""], ["one", " two", " two", "", ""]),
+        (["2", "2", "3", "3"], ["2", "", "23", "3", ""]),
+        (["-"] * 11, ["-", *[""] * 7, "-" * 8, "-", "-", ""]),
+        (["one", "one two", "one two three", "one two three!"], ["one", "", " two three", "!", ""]),
+        (["one, two and three", "one, two and three!"], ["one, two and three", "!", ""]),
+        (["one, two, three: ", "one, two, three: 4\ufffd", ""], ["one, two, three: ", "4", "", "\ufffd"]),
+    ],
+)
+def test_no_more_is_held_back_than_is_uncertain(texts: list[str], returned: list[str]) -> None:
+    growth = Growth()
+    assert [*map(growth.push, texts), growth.end()] == returned
+
+
 @pytest.mark.parametrize("limit", [None, 5])
 def test_an_answer_ends_with_its_only_call(limit: int | None) -> None:
     prompt = RenderedPrompt("Hi", 2, tools=("weather",), single=True)
@@ -151,6 +218,45 @@ def test_an_answer_ends_with_its_only_call(limit: int | None) -> None:
     assert found[-1].finish_reason == "tool_calls"
     assert found[-1].usage is not None
     assert found[-1].usage.completion_tokens == 2 * len(CALL)  # those that were generated
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("text", "stops", "before", "stop"),
+    [
+        ("xabcd y", ["abcd", "bc"], "xa", "bc"),
+        ("xabcd y", ["bc", "abc"], "x", "abc"),
+        ("xabcd y", ["bcd", "abcde", "d"], "xa", "bcd"),
+        ("aaab", ["aab", "ab", "c"], "a", "aab"),
+        ("ababc", ["abc"], "ab", "abc"),
+    ],
+)
+def test_the_stop_string_that_is_complete_first_ends_an_answer_however_it_came(
+    text: str, stops: list[str], before: str, stop: str, *, include: bool
+) -> None:
+    """As in the engine of our own: `StopStrings` in `triton_models`."""
+    for split in range(2 ** (len(text) - 1)):
+        cuts = [at for at in range(1, len(text)) if split >> (at - 1) & 1]
+        found = read(text, cuts, stop=stops, include_stop=include)
+        assert "".join(delta.text for delta in found) == before + (stop if include else "")
+        assert found[-1].stop_reason == stop
+
+
+def test_text_is_compared_with_a_stop_string_once_however_long_it_is_held_back() -> None:
+    compared = 0
+
+    class Stop(str):
+        __slots__ = ()
+
+        def startswith(self, *args: Any) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().startswith(*args)
+
+    text = "a" * 400 + "b" * 400
+    found = read(text, range(len(text)), stop=[Stop(text + "!"), Stop("a" * 1000), Stop("b" * 1000)])
+    assert "".join(delta.text for delta in found) == text
+    assert compared < 5 * len(text)
 
 
 def test_an_answer_ends_with_its_stop_string_though_the_backend_goes_on() -> None:

@@ -128,7 +128,10 @@ def test_a_conversation_is_rendered_and_ids_are_taken_as_they_are(dialect: Diale
     assert dialect.tokens(asked).ids == [OTHER_END, 97]
 
 
-@pytest.mark.parametrize(("field", "value"), [("prompt", TokenIds((2**40,))), ("max_tokens", 2**40)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt", TokenIds((2**40,))), ("max_tokens", 2**40), ("stop_token_ids", [7, 2**31])],
+)
 def test_what_no_tensor_can_hold_is_refused_by_name(dialect: Dialect, field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         written(dialect, **{field: value})

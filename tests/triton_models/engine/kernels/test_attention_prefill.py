@@ -1,3 +1,6 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,7 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.triton_models.engine.kernels.paged import PagedCase, Shape, assert_close
+from tests.triton_models.engine.wild_mix import LARGE_STEP
+from triton_models.engine.graphs import prompt_sizes
 from triton_models.engine.kernels.attention_prefill import (
+    MANY_ROWS,
     PrefillConfig,
     make_tiles,
     prefill_attention,
@@ -48,6 +54,7 @@ def prefill(
     group=st.sampled_from([1, 3, 4, 16]),
     head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 32]),
+    in_blocks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @hypothesis_settings(max_examples=20)
@@ -58,14 +65,69 @@ def test_equals_direct_attention(
     group: int,
     head_dim: int,
     block_size: int,
+    in_blocks: bool,
     seed: int,
 ) -> None:
     offsets = [offset for offset, _ in chunks]
     shape = Shape(group=group, kv_heads=1, head_dim=head_dim, block_size=block_size)
     case = PagedCase([offset + count for offset, count in chunks], shape, device=device, seed=seed)
     queries = [case.random(count, shape.query_heads) for _, count in chunks]
-    for number, actual in enumerate(prefill(case, queries, offsets)):
+    config = replace(SMALL, in_blocks=in_blocks)
+    for number, actual in enumerate(prefill(case, queries, offsets, config)):
         assert_close(actual, case.attend(number, queries[number], offsets[number]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [128, 80])
+@pytest.mark.parametrize("slopes", [False, True])
+def test_whole_blocks_give_the_same_bits(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, slopes: bool
+) -> None:
+    """In large steps as in small ones, behind a block that is full, one that is not, and no other token."""
+    shape = Shape(group=4, head_dim=head_dim, block_size=64)
+    offsets, counts = [64, 130, 0], [9, 40, 70]
+    lengths = [offset + count for offset, count in zip(offsets, counts, strict=True)]
+    case = PagedCase(lengths, shape, dtype=dtype, device=device)
+    queries = [case.random(count, shape.query_heads) for count in counts]
+    leaning = (case.slopes(),) if slopes else ()
+    chosen = [
+        prefill_config(head_dim, dtype, block_size=size, rows=rows)
+        for size, rows in ((16, 2048), (64, MANY_ROWS), (64, MANY_ROWS + 1))
+    ]
+    assert [(each.in_blocks, each.rows) for each in chosen] == [(False, 64), (True, 64), (True, 128)]
+    by_token, by_block, large = (prefill(case, queries, offsets, config, *leaning) for config in chosen)
+    for number, expected in enumerate(by_token):
+        assert torch.equal(by_block[number], expected)
+        # The interpreter's products are those of a library, whose sums depend on the number of rows.
+        assert torch.equal(large[number], expected) or device.type == "cpu"
+        assert_close(large[number], case.attend(number, queries[number], offsets[number], *leaning))
+
+
+def test_tiles_that_blocks_cannot_hold_are_refused(device: torch.device) -> None:
+    case = PagedCase([9], Shape(block_size=16), device=device)
+    queries = [case.random(9, case.shape.query_heads)]
+    with pytest.raises(ValueError, match="32 keys do not divide a block of 16"):
+        prefill(case, queries, [0], replace(SMALL, keys=32, in_blocks=True))
+
+
+def test_what_cannot_be_copied_in_blocks_is_not() -> None:
+    """Blocks of fewer keys, strides of no 16 bytes; heads too large for registers have small tiles."""
+    half = partial(prefill_config, dtype=torch.bfloat16, rows=2048)
+    assert not half(128, block_size=16).in_blocks
+    assert not half(100, block_size=64).in_blocks
+    assert (half(256, block_size=128).in_blocks, half(256, block_size=128).rows) == (True, 64)
+    assert half(128, block_size=64).rows == 128
+    assert not prefill_config(128, torch.float32, block_size=64, rows=2048).in_blocks
+
+
+@pytest.mark.parametrize("largest", [300, 992, 1000, 2048, 8192])
+def test_padding_does_not_make_a_step_a_large_one(largest: int) -> None:
+    """The tiles of its own rows would not be those of the captured step."""
+    assert MANY_ROWS == LARGE_STEP
+    sizes = prompt_sizes(largest)
+    for rows in range(1, sizes[-1] + 1):
+        padded = next(size for size in sizes if size >= rows)
+        assert (rows > MANY_ROWS) == (padded > MANY_ROWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

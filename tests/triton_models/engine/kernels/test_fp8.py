@@ -10,6 +10,7 @@ from triton_models.engine.kernels import fp8
 from triton_models.engine.kernels.elementwise import norm
 from triton_models.engine.kernels.fp8 import (
     MAX_ROWS,
+    added_rows,
     fp8_linear,
     gated_rows,
     quantise_rows,
@@ -183,6 +184,28 @@ def test_gated_rows_are_rounded_as_they_were_in_two_launches(
     matrix = quantised(2 * 200, 256, device)
     numbers, scales = gated_rows(x, matrix, unit=unit)
     expected, expected_scales = quantise_rows(scaled_product(x, matrix, unit=unit, gated=True))
+    assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_sums_are_normed_and_rounded_as_they_were_in_two_launches(
+    scaled: bool, bias: bool, layer_norm: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "_SCALED_ROWS", 5 if scaled else 6)
+    unit = torch.ones((), device=device)
+    x = quantise_rows(random(5, 256, dtype=torch.bfloat16, device=device))
+    matrix = quantised(208, 256, device, bias=bias)
+    weight, shift = (random(208, dtype=torch.float32, device=device, seed=seed) for seed in (3, 4))
+    norm = Norm(weight, shift if layer_norm else None, 1e-5)
+    residual = random(5, 208, dtype=torch.bfloat16, device=device, seed=5)
+    before = residual.clone()
+    numbers, scales = added_rows(x, matrix, unit=unit, residual=residual, norm=norm)
+    sums = scaled_product(x, matrix, unit=unit, residual=before)
+    expected, expected_scales = quantise_rows(sums, norm)
+    assert torch.equal(residual, sums)
     assert torch.equal(numbers.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales, expected_scales)
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
 from tests.triton_models.engine.fake_model import ids, request, run
@@ -28,6 +29,7 @@ from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels import linear
+from triton_models.engine.kernels.attention_prefill import MANY_ROWS
 from triton_models.engine.kernels.fp8 import quantise_rows
 from triton_models.engine.kernels.linear import Tiling
 from triton_models.engine.kernels.tiles import TiledLinear, tiled
@@ -167,7 +169,7 @@ def test_quantised_products_are_the_plain_ones(
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.float16, device=device
     )
-    operations = CudaOperations(model, None, rows=1)
+    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
     inputs = random(3, 200, dtype=torch.float16, device=device)
     plain = form.empty(2 * gates, 200, bias=True, dtype=torch.float16, device=device)
     plain.place.copy_(random(2 * gates, 200, dtype=torch.float32, device=device, seed=1) / 8)
@@ -197,7 +199,7 @@ def test_products_of_normed_inputs(
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
     )
-    operations = CudaOperations(model, None, rows=1)
+    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
     inputs = random(3, 256, dtype=torch.bfloat16, device=device)
     plain = form.empty(256, 256, bias=False, dtype=torch.bfloat16, device=device)
     plain.place.copy_(random(256, 256, dtype=torch.float32, device=device, seed=1) / 8)
@@ -238,7 +240,7 @@ def test_a_feed_forward_part_is_its_products(
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
     )
-    operations = CudaOperations(model, None, rows=1)
+    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
     hidden = random(3, 128, dtype=torch.bfloat16, device=device)
     up, down = (
         form.empty(*shape, bias=False, dtype=torch.bfloat16, device=device)
@@ -257,6 +259,83 @@ def test_a_feed_forward_part_is_its_products(
     both_at_once = gated and most == 2 and all(suits)
     assert launches.call_count == (0 if form is Linear else 1 if both_at_once else sum(suits))
     assert torch.equal(part(hidden.clone(), add=True), hidden + expected)
+
+
+@pytest.mark.parametrize("form", [Linear, Fp8Linear])
+def test_a_norm_that_is_told_ahead_changes_no_number(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, form: type[Linear]
+) -> None:
+    """In 8 bits it is in the launch before; if then another is asked for, or of others, that is computed."""
+    if form is Fp8Linear and device.type == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs a GPU with products of 8-bit numbers")
+    monkeypatch.setattr(ops_cuda, "FP8_ROWS", 2)
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
+    )
+    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
+    begun, inputs = (random(3, 128, dtype=torch.bfloat16, device=device, seed=seed) for seed in (1, 2))
+    matrix, up, down = (
+        form.empty(*shape, bias=False, dtype=torch.bfloat16, device=device)
+        for shape in ((128, 128), (256, 128), (128, 128))
+    )
+    for seed, each in enumerate((matrix, up, down), start=3):
+        each.place.copy_(random(*each.place.shape, dtype=torch.float32, device=device, seed=seed) / 8)
+    first, second = (
+        Norm(random(128, dtype=torch.float32, device=device, seed=seed), None, 1e-5) for seed in (6, 7)
+    )
+
+    def layer(*told: Norm | None) -> tuple[Tensor, Tensor]:
+        hidden = operations.add_linear(begun.clone(), inputs, matrix, then=told[0])
+        hidden = operations.feed_forward(hidden, up, down, norm=first, gated=True, add=True, then=told[1])
+        return hidden, operations.linear(hidden, matrix, norm=second)
+
+    launches = Mock(wraps=quantise_rows)
+    monkeypatch.setattr(ops_cuda, "quantise_rows", launches)
+    expected = layer(None, None)
+    in_pieces = launches.call_count
+    assert in_pieces == (3 if form is Fp8Linear else 0)
+    for told, spared in (((first, second), 2), ((first, None), 1), ((second, second), 1), ((None, first), 0)):
+        launches.reset_mock()
+        result = layer(*told)
+        assert [torch.equal(*pair) for pair in zip(result, expected, strict=True)] == [True, True]
+        assert launches.call_count == (in_pieces - spared if form is Fp8Linear else 0)
+    operations.add_linear(begun.clone(), inputs, matrix, then=second)
+    others = operations.linear(begun, matrix, norm=second)
+    assert torch.equal(others, operations.linear(begun, matrix, norm=second))
+
+
+@pytest.mark.parametrize(("block_size", "rows"), [(64, MANY_ROWS), (64, MANY_ROWS + 1), (16, 2048)])
+def test_attention_gets_the_tiles_that_were_made_for_it(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, block_size: int, rows: int
+) -> None:
+    """In a captured step, too, whose rows and tiles are filled up."""
+    monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
+    launched = Mock()
+    monkeypatch.setattr(ops_cuda, "prefill_attention", launched)
+    model = SimpleNamespace(
+        kv_shape=KVShape(layers=1, heads=2, head_dim=128), query_heads=32, dtype=torch.bfloat16, device=device
+    )
+    cache = SimpleNamespace(keys=[None], values=[None], block_size=block_size)
+    operations = CudaOperations(model, cache, rows=1)
+    tiles = operations.tiles([ChunkRows(1, 0, 5, 0), ChunkRows(0, 5, rows, 3)])
+    padded = next(size for size in graphs.prompt_sizes(2048) if size >= rows)
+    assert len(tiles) <= operations.most_tiles(padded, 2)
+    for size in (rows, padded):
+        positions = torch.zeros(size, dtype=torch.int64, device=device)
+        layout = StepLayout(
+            tables=positions.int()[:2, None],
+            slots=positions.int(),
+            positions=positions,
+            decode_lengths=positions[:0].int(),
+            longest_decode=0,
+            tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+        )
+        operations.begin(layout)
+        projected = torch.zeros(size, 36, 128, dtype=torch.bfloat16, device=device)
+        operations.attend(0, projected, SimpleNamespace(cos=None, sin=None))
+        config = launched.call_args.kwargs["config"]
+        assert (config.in_blocks, config.rows) == (block_size == 64, 128 if rows == MANY_ROWS + 1 else 64)
+        assert config.rows == 16 * max(count for *_, count in tiles)
 
 
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:
@@ -352,7 +431,7 @@ def test_every_step_of_prompts_has_room_among_the_captured(
         dtype=dtype,
         device=device,
     )
-    operations = CudaOperations(model, None, rows=1)
+    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
     chunks, row = [], 0
     for slot, length in enumerate(lengths):
         chunks.append(ChunkRows(slot=slot, start=row, end=row + length, offset=0))
@@ -375,7 +454,7 @@ def test_the_kernel_gets_the_plan_of_its_step(
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=128), query_heads=4, dtype=torch.bfloat16, device=device
     )
-    cache = SimpleNamespace(keys=[None], values=[None])
+    cache = SimpleNamespace(keys=[None], values=[None], block_size=16)
     positions = torch.zeros(decodes, dtype=torch.int64, device=device)
     layout = StepLayout(
         tables=positions.int()[:, None],

@@ -15,6 +15,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from triton_models.engine.kernels import attention_decode, attention_prefill, elementwise
 from triton_models.engine.kernels.attention_decode import DecodeWorkspace
+from triton_models.engine.kernels.attention_prefill import PrefillConfig
 
 SHAPE = {"query_heads": 6, "kv_heads": 2, "head_dim": 16}
 HEADS = 10
@@ -52,6 +53,8 @@ def launch(rows: int, width: int, *, misaligned: bool, splits: int) -> None:
     )
     tiles = integers(4 * rows, misaligned=misaligned).view(rows, 4)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out)
+    in_blocks = PrefillConfig(rows=64, keys=16, warps=4, stages=2, in_blocks=True)
+    attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out, config=in_blocks)
     angles = torch.zeros(64, 4)
     elementwise.rotate_store(projected, angles, angles, numbers, tables, numbers, cache, cache, query_heads=6)
 

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.triton_models.engine.fake_model import ids, request, run
-from tests.triton_models.engine.models.whole_pass import whole_passes
+from tests.triton_models.engine.models.whole_pass import WholeSequence, whole_passes
 from tests.triton_models.native_checkpoint import write_native
 from triton_models.checkpoint import load_model
 from triton_models.directory import BLOOM_TYPE, NATIVE_TYPES
 from triton_models.engine import ops_torch
 from triton_models.engine.engine import Engine
+from triton_models.engine.linear import Linear
+from triton_models.engine.models import Norm
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 
@@ -94,6 +97,53 @@ def test_greedy_answers_are_transformers(
         assert ids(answer) == logits.argmax(-1).tolist()
         found = [each.logprobs.logprob for each in answer if each.logprobs is not None]
         assert found == pytest.approx(logits.log_softmax(-1).max(-1).values.tolist(), abs=1e-4)
+
+
+class Foretold(WholeSequence):
+    """Holds that a norm that was told ahead is the next operation's, of what that gets."""
+
+    def __init__(self, length: int, kv_heads: int) -> None:
+        super().__init__(length, kv_heads)
+        self.count = 0
+        self._ahead: tuple[Tensor, Norm] | None = None
+
+    def _comes(self, inputs: Tensor, norm: Norm | None) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            assert inputs is ahead[0]
+            assert norm is ahead[1]
+            self.count += 1
+
+    def _gives(self, result: Tensor, then: Norm | None) -> Tensor:
+        self._ahead = None if then is None else (result, then)
+        return result
+
+    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
+        self._comes(inputs, norm)
+        return super().linear(inputs, matrix, norm=norm)
+
+    def add_linear(
+        self, hidden: Tensor, inputs: Tensor, matrix: Linear, *, then: Norm | None = None
+    ) -> Tensor:
+        self._comes(inputs, None)
+        return self._gives(super().add_linear(hidden, inputs, matrix), then)
+
+    def feed_forward(
+        self, hidden: Tensor, up: Linear, down: Linear, *, norm: Norm, then: Norm | None = None, **how: bool
+    ) -> Tensor:
+        self._comes(hidden, norm)
+        return self._gives(super().feed_forward(hidden, up, down, norm=norm, **how), then)
+
+
+@pytest.mark.parametrize(("family", "told"), [("llama", 4), (BLOOM_TYPE, 4), ("glm4", 0)])
+def test_norms_are_told_ahead(tmp_path: Path, family: str, told: int) -> None:
+    """But for the last layer, of which only some rows go on, and where norms come before the sums."""
+    write_native(tmp_path, family, num_hidden_layers=3)
+    model = load_model(tmp_path, torch.float32, CPU)
+    operations = Foretold(len(PROMPT), model.kv_shape.heads)
+    with torch.inference_mode():
+        model.logits(model.forward(torch.tensor(PROMPT), operations).clone(), operations)
+    assert operations.count == told
 
 
 def test_the_order_of_pairs_matters(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""What Tritons say to a command, before there is a gateway: whether they live, and what they have."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.errors import UpstreamProtocolError
+from gateway.settings import Settings
+from gateway.settings.values import revealed
+from gateway.triton.client import Client, EntryState, Tls
+from gateway.triton.dialects import Dialects
+from gateway.triton.errors import Fault, TritonError
+from gateway.triton.faults import faults_of
+from gateway.triton.resolver import Name, Resolve, client_tls, name_in
+
+_CAUSES: Final = {
+    "Connection refused": "connection refused",
+    "errors resolving": "no such host",
+    "Failed parsing HTTP/2": "this is no gRPC port; Triton's is 8001 by default, 8000 is its HTTP",
+}
+"""Why a Triton is not reached, by what grpc (1.85) says of it; of the rest people make nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(slots=True)
+class Reached:
+    """One address of a Triton."""
+
+    address: str
+    findings: list[Finding] = field(default_factory=list)
+    entries: frozenset[str] = frozenset()
+    """What is in its repository, if that was asked for: no models are named."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Of these, what a gateway does not serve though it is loaded, and why."""
+
+    @property
+    def live(self) -> bool:
+        """Whether it answers."""
+        return self.findings[0].ok
+
+
+async def reach(
+    settings: Settings, timeout_s: float, resolve: Resolve
+) -> tuple[list[Finding], list[Reached]]:
+    """Ask every Triton of `settings`.
+
+    Args:
+        settings: names them, by addresses and by names.
+        timeout_s: how long each of looking up and asking may take.
+        resolve: looks up names.
+
+    Returns:
+        What was found for each name, and the addresses.
+    """
+    upstreams = settings.all_upstreams()
+    names = [name for name in map(name_in, upstreams) if name is not None]
+    looked_up = await asyncio.gather(*(_look_up(name, timeout_s, resolve) for name in names))
+    fixed = (upstream for upstream in upstreams if name_in(upstream) is None)
+    addresses = {address: address for address in fixed}
+    for name, (found, _) in zip(names, looked_up, strict=True):
+        addresses |= {address: name.upstream for address in found if address not in addresses}
+    reached = await asyncio.gather(
+        *(
+            _reach(settings, address, client_tls(upstream, settings.tls_of), timeout_s)
+            for address, upstream in addresses.items()
+        )
+    )
+    return [finding for _, finding in looked_up], reached
+
+
+async def _look_up(name: Name, timeout_s: float, resolve: Resolve) -> tuple[Sequence[str], Finding]:
+    found: Sequence[str] = ()
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await resolve(name.host, name.port)
+    except TimeoutError:
+        said = f"not looked up within {timeout_s:g} s"
+    except OSError as error:
+        said = f"cannot be looked up ({error.strerror or error})"
+    else:
+        said = ", ".join(found) or "has no addresses"
+    return found, Finding(ok=bool(found), text=f"upstream {name.upstream}: {said}")
+
+
+async def _reach(settings: Settings, address: str, tls: Tls | None, timeout_s: float) -> Reached:
+    client = Client(address, repository_key=revealed(settings.repository_key), timeout_s=timeout_s, tls=tls)
+    reached = Reached(address)
+    try:
+        live = await client.live()
+        if not settings.models:
+            states = await client.repository()
+            reached.entries = frozenset(states)
+            loaded = sorted(entry for entry, state in states.items() if state is EntryState.READY)
+            reached.left_out = await _left_out(client, loaded, Dialects(settings.tokenizers))
+        reached.findings.append(
+            Finding(ok=live, text=f"upstream {address}: {'live' if live else 'not live'}")
+        )
+        if settings.warn_of_faults:
+            with suppress(TritonError):  # this version's faults are not worth a failure
+                faults = await faults_of(client)
+                reached.findings += [Finding(ok=True, text=f"  warning: {faults}")] if faults else []
+    except TritonError as error:
+        why = error.message if error.fault is Fault.NOT_PERMITTED else cause_of(error.detail)
+        said = f"{error.fault.code} ({why})" if why else error.fault.code
+        reached.findings.append(Finding(ok=False, text=f"upstream {address}: {said}"))
+    finally:
+        await client.close()
+    return reached
+
+
+async def _left_out(client: Client, entries: Sequence[str], dialects: Dialects) -> dict[str, str]:
+    """Return which of the entries, which are loaded, cannot be served, each with the reason."""
+    reasons = {}
+    for entry in entries:
+        try:
+            metadata = await client.metadata(entry)
+            await asyncio.to_thread(dialects.of, entry, metadata)
+        except TritonError:
+            continue  # it is just being unloaded, or broken
+        except UpstreamProtocolError as error:
+            reasons[entry] = error.message.replace(f"the model entry {entry!r}", "it").replace("`", "")
+    return reasons
+
+
+def cause_of(detail: str) -> str:
+    """Return in a few words why a connection failed, given what grpc says; empty: it is not known."""
+    return next((cause for words, cause in _CAUSES.items() if words in detail), "")
