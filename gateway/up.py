@@ -25,7 +25,7 @@ import msgspec
 from wire import events
 from wire.events import Event, Ready
 
-_STOP_TIMEOUT_S = 8.0
+_STOP_TIMEOUT_S = 12.0
 """The child's own limit is some two seconds shorter."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0

@@ -20,7 +20,7 @@ from tests.processes import START_S, Command, answers, command_of
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 TRITONGATE = Path(sys.executable).with_name("tritongate")
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
 """Ten are promised; the others are for a machine that several tests share."""
 ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""

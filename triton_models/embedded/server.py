@@ -32,7 +32,7 @@ _START_INTERVAL_S = 0.02
 _STUB = "triton_python_backend_stub"
 _EXIT_TIMEOUT_S = 2
 """How long tritonserver itself waits for running streams when it is asked to stop."""
-_CLEANING_S = 2.0
+_CLEANING_S = 6.0
 
 _MAX_LOG_BYTES = 4 * 1024 * 1024
 _TAIL_BYTES = 64 * 1024
@@ -189,7 +189,7 @@ class TritonServer:
         return {pid for pid, words in found if f"{_STUB} {model}" in " ".join(words[:2])}
 
     def stop(self) -> None:
-        """Stop the server, if it runs, and remove all that belongs to it, within seven seconds."""
+        """Stop the server, if it runs, and remove all that belongs to it, within ten seconds."""
         if self._warden is None:
             return
         self._warden.terminate()
