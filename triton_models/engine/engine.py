@@ -105,8 +105,8 @@ class Engine:
         self._arrivals = itertools.count()
         self._preemptions = self._failed_steps = 0
         self._outputs: list[TokenOutput] = []
+        self._times = self._runner.capture(settings.max_batched_tokens)
         self._start_scheduler()
-        self._runner.capture()
 
     @property
     def max_context(self) -> int:
@@ -221,7 +221,7 @@ class Engine:
 
     def _start_scheduler(self) -> None:
         self._blocks = BlockManager(self._capacity.kv_blocks, self.settings.block_tokens)
-        self._scheduler = Scheduler(self._blocks, self.settings, self._drafts)
+        self._scheduler = Scheduler(self._blocks, self.settings, self._drafts, self._times)
 
     def _launch_next(self) -> None:
         """With overlap, launch the step after the one that is collected, or sample it if that is left."""

@@ -18,12 +18,16 @@ from triton_models.engine.backend import Backend, StepOperations
 from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
 from triton_models.engine.sampler import MASK_BITS, PlainRules, plain_inputs
 from triton_models.engine.slots import SlotTable
+from triton_models.engine.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
 LARGEST_PROMPTS = 4096
 """Rows of the largest captured step with prompts: in larger ones, the device takes longer than the host
 anyway, so a graph would not save time."""
+
+_TIMED = 3
+"""How often a step is measured; the shortest time counts."""
 
 _CHUNKS = 64
 """A captured step has room for the tiles of this many chunks, however its rows are divided among them."""
@@ -185,6 +189,21 @@ class SizedGraphs:
         self._graphs[size].replay()
         return self.results(size)
 
+    def times(self, largest: int) -> StepTimes:
+        """Measure what the work takes at each size up to `largest`."""
+        sizes = [size for size in self._sizes if size <= largest]
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+        def seconds(size: int) -> float:
+            begin.record()
+            self.replay(size)
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000
+
+        return StepTimes(tuple(sizes), tuple(min(seconds(size) for _ in range(_TIMED)) for size in sizes))
+
     def compute(self, size: int) -> None:
         """Do the work; the first time at the largest size, which is how large `results` becomes."""
         result = self._work(size)
@@ -264,6 +283,10 @@ class CapturedSteps:
         for graphs in self._all():
             graphs.capture(memory, stream)
         log.info("captured the steps in %.1f s", time.monotonic() - started)
+
+    def times(self, largest: int) -> StepTimes:
+        """Measure the steps with prompts, of up to `largest` rows, which here are all padding."""
+        return self._prompts.times(largest)
 
     def _all(self) -> list[SizedGraphs]:
         return [self._prompts, self._decode, *self._finish.values()]

@@ -29,6 +29,7 @@ from triton_models.engine.slots import (
     upload,
 )
 from triton_models.engine.step import Sampled, Step, rows_that_sample, sampled_tokens
+from triton_models.engine.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +129,15 @@ class Runner:
         self._step.longest = context
 
     @_on_device
-    def capture(self) -> None:
-        """Compile and capture everything that any step will use."""
-        if self._captured is not None:
-            self._captured.capture()
+    def capture(self, timed: int) -> StepTimes:
+        """Compile and capture everything that any step will use.
+
+        Returns the times of steps with prompts, of up to `timed` rows; none where nothing is captured.
+        """
+        if self._captured is None:
+            return StepTimes()
+        self._captured.capture()
+        return self._captured.times(timed)
 
     @_on_device
     def reset(self) -> None:

@@ -13,6 +13,7 @@ from triton_models.engine.prefix import PrefixCache
 from triton_models.engine.sequence import Chunk, Sequence, SequenceState
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.step import Step
+from triton_models.engine.step_times import StepTimes
 
 _rank = attrgetter("rank")
 
@@ -130,6 +131,7 @@ class Scheduler:
 
     * Every running decode gets its token in every step, so a long prompt never stalls the others. The rest of
       the budget goes to prompts by rank: one that outranks a prompt in progress overtakes it.
+    * Prompts are cut where the device computes a row in the least time: see `StepTimes`.
     * If several waiting prompts, of no worse priority than the decodes, fill `burst_tokens`, the step is that
       large. Only a burst of short prompts makes the decodes pause, and not for long: see `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). No sequence has to wait for a
@@ -157,7 +159,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, block_manager: BlockManager, settings: EngineSettings, drafts: DraftLimits | None = None
+        self,
+        block_manager: BlockManager,
+        settings: EngineSettings,
+        drafts: DraftLimits | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         self._blocks = block_manager
         self._burst = BurstAllowance(settings.burst_steps)
@@ -168,6 +174,7 @@ class Scheduler:
         self._in_vain = self._not_looking = 0
         """Number of looks for guesses in a row that found too little, and of steps without one to come."""
         self.drafts = drafts or DraftLimits()
+        self._times = times or StepTimes()
         self._max_running = settings.max_running
         self._max_batched_tokens = settings.max_batched_tokens
         self.waiting = WaitingList()
@@ -219,7 +226,8 @@ class Scheduler:
             return step  # Guesses are made once the tokens in flight are known.
         self._burst.resumed()
         self._schedule_decodes(decoding, allowance, step)
-        self._schedule_prompts(step, budget - len(step.decodes) - sum(each.count for each in step.drafts))
+        rows = len(step.decodes) + sum(each.count for each in step.drafts)
+        self._schedule_prompts(step, self._room(rows, budget) - rows)
         return step
 
     def _schedule_prompts(self, step: Step, budget: int) -> None:
@@ -264,6 +272,21 @@ class Scheduler:
         if tokens < self._burst_tokens or prompts == 1:
             return mixed
         return self._burst_tokens, may_pause and ends >= self._least_ends
+
+    def _room(self, rows: int, budget: int) -> int:
+        """Return the rows of a step that has so many without prompts: `budget`, or what is computed faster.
+
+        An estimate, as `_plan` is.
+        """
+        if not self._times.sizes or budget > self._max_batched_tokens:
+            return budget
+        most = rows
+        for each in self._next_prompts():
+            most += len(each.tokens) - each.computed
+            if most > budget:
+                break
+        best = self._times.best(rows, min(most, budget), rest=most > budget)
+        return best if best < most else budget
 
     def _next_prompts(self) -> Iterator[Sequence]:
         """Yield prompts in progress, then those that could be admitted with the free slots and blocks."""

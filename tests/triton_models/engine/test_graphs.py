@@ -11,7 +11,13 @@ from tests.triton_models.engine.uncaptured import do_again
 from tests.triton_models.engine.wild_mix import EvenTokens
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
-from triton_models.engine.graphs import CapturedSteps, DeviceStep, decode_sizes, prompt_sizes
+from triton_models.engine.graphs import (
+    CapturedSteps,
+    DeviceStep,
+    SizedGraphs,
+    decode_sizes,
+    prompt_sizes,
+)
 from triton_models.engine.models import StepLayout
 from triton_models.engine.models.decoder import DecoderConfig
 from triton_models.engine.models.positions import Rope
@@ -19,6 +25,7 @@ from triton_models.engine.sampler import PlainRules
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.slots import SlotTable
+from triton_models.engine.step_times import StepTimes
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 24, 128, 500, 512])
@@ -98,6 +105,38 @@ def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.M
     assert layout.positions.tolist() == [5] * 2 + [3] * 20 + [-1] * 10
     assert layout.tiles is not None
     assert layout.tiles.sum(1).tolist() == [12] * 20 + [0] * (len(layout.tiles) - 20)
+
+
+def test_steps_with_prompts_are_timed_at_each_size_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1000 * (end.at - self.at)
+
+    def work(size: int) -> Tensor:
+        nonlocal now
+        runs.append(size)
+        now += size + (runs.count(size) == 2)
+        return torch.zeros(size)
+
+    runs: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    graphs = SizedGraphs([16, 32, 64], work)
+    monkeypatch.setattr(graphs, "replay", graphs.compute)
+    graphs.run_largest()
+    runs.clear()
+    assert graphs.times(32) == StepTimes((16, 32), (16.0, 32.0)), "the one slow time of each does not count"
+    assert set(runs) == {16, 32}
 
 
 SHAPE = DecoderConfig(

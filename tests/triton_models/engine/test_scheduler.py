@@ -12,6 +12,7 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import BurstAllowance, Scheduler, WaitingList, least_ends
 from triton_models.engine.sequence import PRIORITY_S, Sequence, SequenceState
 from triton_models.engine.step import Step
+from triton_models.engine.step_times import StepTimes
 
 BLOCKS, BLOCK_SIZE, MAX_RUNNING, BUDGET = 12, 4, 4, 10
 
@@ -29,6 +30,7 @@ def scheduler(
     budget: int = BUDGET,
     burst_steps: int = 0,
     burst_tokens: int = 0,
+    times: StepTimes | None = None,
 ) -> tuple[Scheduler, BlockManager]:
     manager = BlockManager(blocks, BLOCK_SIZE)
     settings = SimpleNamespace(
@@ -38,7 +40,7 @@ def scheduler(
         burst_steps=burst_steps,
         draft_tokens=0,
     )
-    return Scheduler(manager, settings), manager
+    return Scheduler(manager, settings, None, times), manager
 
 
 def compute(chosen: Scheduler, batch: Step) -> list[Sequence]:
@@ -167,6 +169,37 @@ def test_a_preempted_sequence_waits_for_the_token_it_has_in_flight() -> None:
     # It finds its own blocks again.
     batch = chosen.schedule()
     assert [(chunk.start, chunk.count, chunk.samples) for chunk in batch.chunks] == [(8, 1, True)]
+
+
+def test_prompts_are_cut_where_a_row_takes_least_time() -> None:
+    # 8 rows take 1 ms each, and 10 rows 2 ms.
+    chosen, _ = scheduler(blocks=40, times=StepTimes((4, 8, 10), (0.008, 0.008, 0.020)))
+    for number in range(3):
+        chosen.add(sequence(str(number), 1, 9, arrival=number))
+    compute(chosen, chosen.schedule())
+    long = sequence("long", 12, 1, arrival=4)
+    chosen.add(long)
+    assert [chunk.count for chunk in chosen.schedule().chunks] == [1, 1, 1, 5]
+
+
+def test_a_prompt_whose_end_fits_is_cut_for_many_decodes_only() -> None:
+    times = StepTimes((6, 10), (0.006, 0.011))
+    counted = []
+    for decodes in (1, 3):
+        chosen, _ = scheduler(blocks=40, times=times)
+        for number in range(decodes):
+            chosen.add(sequence(str(number), 1, 9, arrival=number))
+        compute(chosen, chosen.schedule())
+        chosen.add(sequence("new", 9 - decodes - 2, 1, arrival=9))
+        counted.append(chosen.schedule().prefills[0].count)
+    assert counted == [6, 3], "all of it beside one decode; beside three, what makes six rows"
+
+
+def test_a_burst_is_as_large_as_it_may_be() -> None:
+    chosen, _ = scheduler(blocks=40, burst_tokens=14, times=StepTimes((8, 14), (0.008, 0.028)))
+    for number in range(3):
+        chosen.add(sequence(str(number), 6, 9, arrival=number))
+    assert sum(chunk.count for chunk in chosen.schedule().chunks) == 14
 
 
 def test_slots_are_the_lowest_free_and_come_back() -> None:
