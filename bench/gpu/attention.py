@@ -6,9 +6,11 @@ meaningless.
 
 import json
 import os
+import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,6 +45,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROGRAMS_PER_SM = (1, 2, 4, 8)
+SPLITS = 4
+"""Beside prompts, as `plan_decode` has it."""
+LEAST = (1, 2, 4, 8)
+MIXED = (1 / 64, 1 / 8, 3 / 8, 3 / 4, 1)
+"""Of the rows of a captured step, how many are decodes."""
 
 
 def compile_all(setup: Setup) -> None:
@@ -96,6 +103,32 @@ def time_decode(setup: Setup, cache: Cache, results: Results, sm_count: int, rat
     print_table(
         "decode, us a layer (splits); columns: tile/warps/stages x programs per multiprocessor",
         ["batch x context", "floor", *names],
+        rows,
+    )
+
+
+def time_mixed(setup: Setup, cache: Cache, results: Results, rate: float) -> None:
+    """Print the microseconds that one layer takes for decodes beside prompts, by the tiles of a program.
+
+    Lengths differ, as `bench.steady` has them, and the other rows of the captured step are none of decodes.
+    """
+    configs = [replace(each, least=least) for each in setup.decode_configs[:2] for least in LEAST]
+    names = [f"{each.tile}/{each.warps}/{each.stages}, {each.least}" for each in configs]
+    median, longest, most = setup.contexts[0], setup.contexts[-1], setup.batches[-1]
+    dice = random.Random(0)  # noqa: S311 - a length is no secret
+    drawn = [max(1, min(longest, round(median * dice.lognormvariate(0.0, 0.7)))) for _ in range(most)]
+    rows = []
+    for share in MIXED:
+        decodes = max(1, int(share * most))
+        step = Decode(setup, cache, drawn[:decodes] + [0] * (most - decodes))
+        row = [str(decodes), f"{setup.token_bytes * sum(drawn[:decodes]) / rate / 1e6:.1f}"]
+        for name, config in zip(names, configs, strict=True):
+            label = f"mixed {decodes} {name}"
+            row.append(guarded(results, label, partial(time_launches, step, config, SPLITS)))
+        rows.append(row)
+    print_table(
+        f"decode beside prompts, us a layer, {SPLITS} splits; columns: tile/warps/stages, least tiles",
+        ["decodes", "floor", *names],
         rows,
     )
 
@@ -155,7 +188,7 @@ def time_rotation(setup: Setup, cache: Cache, results: Results) -> None:
 
 @click.command()
 @click.option("--interpret", is_flag=True, help="tiny, on CPU, by Triton's interpreter")
-@click.option("--only", type=click.Choice(["check", "decode", "prefill", "rotate"]), multiple=True)
+@click.option("--only", type=click.Choice(["check", "decode", "mixed", "prefill", "rotate"]), multiple=True)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="where to keep all figures")
 def main(*, interpret: bool, only: tuple[str, ...], output: Path | None) -> None:
     """Check the kernels against float64, then time them."""
@@ -175,6 +208,7 @@ def main(*, interpret: bool, only: tuple[str, ...], output: Path | None) -> None
     parts: dict[str, Callable[[], None]] = {
         "check": partial(check, setup, cache, results),
         "decode": partial(time_decode, setup, cache, results, sm_count, rate),
+        "mixed": partial(time_mixed, setup, cache, results, rate),
         "prefill": partial(time_prefill, setup, cache, results),
         "rotate": partial(time_rotation, setup, cache, results),
     }

@@ -1,7 +1,7 @@
 """Paged attention of one new token per sequence, split over its keys (flash-decoding)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,6 +16,9 @@ SEGMENTS = 32
 _SPLITS_BESIDE_PROMPTS = 4
 """Fewest splits in steps with prompts."""
 
+_TILES_BESIDE_PROMPTS = 4
+"""Fewest tiles of a program there, so that only long sequences are divided."""
+
 _RESIDENT = 3
 """Programs with full tiles, 72 KiB of shared memory each, that a multiprocessor of a Hopper GPU holds."""
 
@@ -29,12 +32,13 @@ class DecodeConfig:
     """How the kernel divides its work. `tile` affects rounding, so results repeat only with the same one.
 
     `tile`: keys loaded at once, a power of two of at least 16. `warps`, `stages`: Triton's launch options
-    `num_warps` and `num_stages`.
+    `num_warps` and `num_stages`. `least`: tiles that a program takes at least; it affects speed alone.
     """
 
     tile: int
     warps: int
     stages: int
+    least: int = 1
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -> DecodeConfig:
@@ -81,7 +85,8 @@ def plan_decode(
     if beside_prompts:
         splits = max(splits, _SPLITS_BESIDE_PROMPTS)
     crowded = splits == 1 and batch * kv_heads > _RESIDENT * sm_count
-    return splits, decode_config(head_dim, dtype, crowded=crowded)
+    config = decode_config(head_dim, dtype, crowded=crowded)
+    return splits, replace(config, least=_TILES_BESIDE_PROMPTS) if beside_prompts else config
 
 
 class DecodeWorkspace:
@@ -145,8 +150,8 @@ def decode_attention(
     A sequence is divided into at most `SEGMENTS` segments of whole tiles, depending on its length alone.
     `splits` programs share the segments. If there are several, each stores its segments in the workspace, and
     the last to finish merges all of them in order; a single program merges in registers, with the same
-    operations in the same order. So with one `config`, a row's result is bitwise the same for any batch and
-    any `splits`.
+    operations in the same order. So with one `config`, whatever its `least`, a row's result is bitwise the
+    same for any batch and any `splits`.
 
     Nothing beyond a sequence's length is used: entries of `tables` there may be anything, and what other
     tokens left in a sequence's last block affects no result. `lengths` and `rows` are read on the device, so
@@ -200,6 +205,7 @@ def decode_attention(
         DIMS=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=config.tile,
+        LEAST=config.least,
         MAX_SEGMENTS=SEGMENTS,
         SPLIT=split,
         num_warps=config.warps,
@@ -285,6 +291,7 @@ def _decode(
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
@@ -294,7 +301,7 @@ def _decode(
     tiles = tl.maximum(tl.cdiv(length, TILE), 1)
     segment_tiles = tl.cdiv(tiles, MAX_SEGMENTS)
     segments = tl.cdiv(tiles, segment_tiles)
-    share = tl.cdiv(segments, tl.num_programs(2))
+    share = tl.maximum(tl.cdiv(segments, tl.num_programs(2)), tl.cdiv(LEAST, segment_tiles))
     if part * share >= segments:
         return
     first = part * share * segment_tiles

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,14 @@ from triton_models.engine.kernels.heads import padded
 SMALL = DecodeConfig(tile=16, warps=4, stages=2)
 
 
-def decode(case: PagedCase, queries: Tensor, splits: int, batch: list[int], **options: object) -> Tensor:
+def decode(
+    case: PagedCase,
+    queries: Tensor,
+    splits: int,
+    batch: list[int],
+    config: DecodeConfig = SMALL,
+    **options: object,
+) -> Tensor:
     """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind."""
     shape = case.shape
     workspace = DecodeWorkspace(
@@ -37,7 +46,7 @@ def decode(case: PagedCase, queries: Tensor, splits: int, batch: list[int], **op
     lengths = case.integers([case.lengths[each] for each in batch])
     decode_attention(
         queries[batch], case.keys, case.values, case.tables, rows, lengths, out,
-        splits=splits, workspace=workspace, config=SMALL, **options,
+        splits=splits, workspace=workspace, config=config, **options,
     )  # fmt: skip
     assert not workspace.arrivals.any()
     return out
@@ -101,7 +110,9 @@ def test_a_row_is_the_same_bits_however_it_is_split_and_whatever_is_beside_it(
     alone = decode(case, queries, 1, [1])
     assert_close(alone, expected(case, queries)[1:2])
     for splits in (2, 5, SEGMENTS, SEGMENTS + 8):
-        assert torch.equal(decode(case, queries, splits, [1]), alone)
+        for least in (1, 3):
+            config = replace(SMALL, least=least)
+            assert torch.equal(decode(case, queries, splits, [1], config=config), alone)
     assert torch.equal(decode(case, queries, 3, [2, 1, 0])[1:2], alone)
 
 
@@ -195,7 +206,21 @@ def test_more_programs_than_the_device_holds_get_smaller_tiles() -> None:
 
 
 def test_prompts_in_the_step_leave_room_for_a_few_long_decodes() -> None:
-    assert plan(512, beside_prompts=True) == (4, plan(1)[1])
+    splits, config = plan(512, beside_prompts=True)
+    assert splits == 4
+    assert replace(config, least=1) == plan(1)[1]
+
+
+@pytest.mark.parametrize(
+    ("length", "programs"), [(1, 1), (512, 1), (513, 2), (1024, 2), (2048, 4), (8192, 4)]
+)
+def test_prompts_in_the_step_have_no_short_decode_divided(length: int, programs: int) -> None:
+    splits, config = plan(512, beside_prompts=True)
+    tiles = -(-length // config.tile)
+    segment_tiles = -(-tiles // SEGMENTS)
+    segments = -(-tiles // segment_tiles)
+    share = max(-(-segments // splits), -(-config.least // segment_tiles))
+    assert -(-segments // share) == programs
 
 
 def test_in_float32_rounding_does_not_depend_on_the_batch() -> None:
