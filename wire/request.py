@@ -1,9 +1,9 @@
 """The requests to a model's entry: the document in the tensor `sampling`.
 
-Six kinds share the tensor and are distinguished by their keys: a generation, `{"tokenize": ...}`,
-`{"detokenize": [ids]}`, `{"cancel": request_id}`, `{"probe": true}` and `{"open_channel": id}`. An unknown
-key is an error in all of them, so that nothing is accepted and ignored: an older model refuses a newer
-gateway's key by name instead of obeying half of the request.
+Seven kinds share the tensor and are distinguished by their keys: a generation, `{"tokenize": ...}`,
+`{"detokenize": [ids]}`, `{"tokenizer_files": true}`, `{"cancel": request_id}`, `{"probe": true}` and
+`{"open_channel": id}`. An unknown key is an error in all of them, so that nothing is accepted and ignored: an
+older model refuses a newer gateway's key by name instead of obeying half of the request.
 """
 
 import secrets
@@ -149,6 +149,17 @@ class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """As for `Tokenize`."""
 
 
+class TokenizerFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Ask for the files of the tokenizer with which the client writes this model's conversations.
+
+    Only for a model whose `ProbeReport.format` is `template`; all others refuse it. The responses have the
+    bytes of a zip archive, in order and in parts, in place of text.
+    """
+
+    tokenizer_files: Literal[True]
+    v: Literal[1] = 1
+
+
 def attempt_id(request_id: str) -> str:
     """Return a `Generation.request_id` that no other attempt has, so that a cancel means this one alone.
 
@@ -185,7 +196,7 @@ class OpenChannel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     v: Literal[1] = 1
 
 
-Request = Generation | Tokenize | Detokenize | Cancel | Probe | OpenChannel
+Request = Generation | Tokenize | Detokenize | TokenizerFiles | Cancel | Probe | OpenChannel
 
 
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -193,6 +204,7 @@ _generation: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Generation)
 _others: dict[str, msgspec.json.Decoder[Request]] = {
     "tokenize": msgspec.json.Decoder(Tokenize),
     "detokenize": msgspec.json.Decoder(Detokenize),
+    "tokenizer_files": msgspec.json.Decoder(TokenizerFiles),
     "cancel": msgspec.json.Decoder(Cancel),
     "probe": msgspec.json.Decoder(Probe),
     "open_channel": msgspec.json.Decoder(OpenChannel),

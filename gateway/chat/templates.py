@@ -13,8 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import jinja2
 from jinja2 import meta, nodes
@@ -46,6 +45,16 @@ _SHORT_ID: Final = 9
 
 class TemplateError(Exception):
     """A folder's template or configuration cannot be used; the message says why."""
+
+
+class Folder(Protocol):
+    """A tokenizer's folder or a file in it: a `pathlib.Path`, or a `zipfile.Path` of an archive."""
+
+    def __truediv__(self, name: str, /) -> "Folder": ...
+
+    def is_file(self) -> bool: ...  # noqa: D102 - as a path's
+
+    def read_text(self, encoding: str) -> str: ...  # noqa: D102 - as a path's
 
 
 class _Generation(Extension):
@@ -102,7 +111,7 @@ class ChatTemplate:
             raise TemplateError(f"no chat template is called {_DEFAULT!r}")
 
     @classmethod
-    def read(cls, folder: Path) -> "ChatTemplate | None":
+    def read(cls, folder: Folder) -> "ChatTemplate | None":
         """Read the template of a tokenizer's folder; None: it has none, as that of a base model.
 
         Raises:
@@ -217,7 +226,7 @@ def _short_id(id_: str) -> str:
     return hashlib.sha256(id_.encode()).hexdigest()[:_SHORT_ID]
 
 
-def read_config(file: Path) -> Mapping[str, Any]:
+def read_config(file: Folder) -> Mapping[str, Any]:
     """Return the object in a file of a tokenizer's folder; empty: there is no such file.
 
     Raises:

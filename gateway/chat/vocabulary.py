@@ -5,13 +5,12 @@ Reads `tokenizer.json`, the form of Hugging Face's tokenizers (https://huggingfa
 
 from collections.abc import Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from gateway.chat.templates import read_config, text_of
+from gateway.chat.templates import Folder, read_config, text_of
 
 _FILE: Final = "tokenizer.json"
 _CONFIG_FILE: Final = "tokenizer_config.json"
@@ -39,7 +38,7 @@ class Vocabulary:
         """The special tokens that every text gets in front of it."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Vocabulary":
+    def read(cls, folder: Folder) -> "Vocabulary":
         """Read the tokenizer of a folder.
 
         Raises:
@@ -50,7 +49,7 @@ class Vocabulary:
         if not file.is_file():
             raise VocabularyError(f"{folder} has no {_FILE}")
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise VocabularyError(f"{file} is not a tokenizer: {error}") from None
         named, generation = read_config(folder / _CONFIG_FILE), read_config(folder / _GENERATION_FILE)

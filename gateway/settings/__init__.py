@@ -138,8 +138,8 @@ class Settings(BaseSettings):
     )
     tokenizers: Folders = Field(
         (),
-        description="folders with the tokenizer.json and the chat template of models that bring none (vLLM, "
-        "TensorRT-LLM), or whose conversations a template writes, for all or as NAME=FOLDER, "
+        description="folders with the tokenizer.json and the chat template of models that send none (vLLM, "
+        "TensorRT-LLM), or in place of those that our engine sends, for all or as NAME=FOLDER, "
         "comma-separated; needs the extra `templates`",
     )
     adapters: Adapters = Field(

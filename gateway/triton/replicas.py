@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gateway.core.backoff import Backoff
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, UpstreamProtocolError
 from gateway.triton.channel import DeltaChannel
 from gateway.triton.client import Client, EntryState
-from gateway.triton.dialects.base import Dialect, ModelReport
+from gateway.triton.dialects.base import Dialect, ModelReport, TokenizerFiles
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import PoolOptions
 
@@ -56,6 +56,9 @@ _BROKEN = frozenset({Fault.UNREACHABLE, Fault.CHANNEL_LOST})
 
 TRIAL_LIMIT = 4
 """Requests at once on a replica that came back and has answered nothing yet, if there are other replicas."""
+
+_FILES_TIMEOUT_S = 60.0
+"""For the files of a tokenizer: some MiB, perhaps from far away."""
 
 _FAULT_OF = {
     ReplicaState.UNREACHABLE: Fault.UNREACHABLE,
@@ -272,8 +275,12 @@ class Replica:
             report = dialect.report
         else:
             deadline = asyncio.get_running_loop().time() + self._policy.probe_timeout_s
-            probe = dialect.probe.request(self.model)
-            report = dialect.probe.read(await self.client.infer(probe, deadline=deadline))
+            probe = dialect.probe
+            responses = await self.client.infer(probe.request(self.model), deadline=deadline)
+            report = probe.read(responses)
+            if report.chat_format is None and dialect.tokenizer_files is not None:
+                dialect = await self._with_tokenizer(dialect, dialect.tokenizer_files)
+                report = (dialect.probe or probe).read(responses)
         if self._on_demand:
             await self._note_others(report)
             self._ended_before = ended
@@ -289,6 +296,28 @@ class Replica:
         if dialect.streams is None:
             dialect = replace(dialect, streams=await self.client.decoupled(self.model))
         return dialect
+
+    async def _with_tokenizer(self, dialect: Dialect, files: TokenizerFiles) -> Dialect:
+        """Return the dialect with the tokenizer that the model sends, or without one if it has none to use.
+
+        Raises:
+            TritonError: it could not be asked.
+        """
+        deadline = asyncio.get_running_loop().time() + _FILES_TIMEOUT_S
+        try:
+            responses = await self.client.infer(files.request(self.model), deadline=deadline)
+            return await asyncio.to_thread(files.read, responses)
+        except TritonError as error:
+            if error.fault is not Fault.INVALID_REQUEST:  # the answer of an engine older than the question
+                raise
+            reason = error.detail
+        except UpstreamProtocolError as error:
+            reason = error.message
+        _log.warning(
+            "chats are refused: the gateway has no tokenizer of the model; set tokenizers to NAME=FOLDER",
+            extra={"model": self.model, "upstream": self.upstream, "detail": reason},
+        )
+        return replace(dialect, tokenizer_files=None)
 
     async def _note_others(self, report: ModelReport) -> None:
         """Note whether others use it: requests run, or more have begun than those of this process can be.

@@ -1,10 +1,11 @@
 """The services of docker-compose.yml as processes of this machine: its commands, environments and volumes.
 
 What differs, and nothing else: ports are free ones, host names and 0.0.0.0 the loopback, paths in containers
-folders of ours, and `tritonserver` is the one of the wheel. The environment of each process is what Compose
-would give it: none of this process's own.
+folders of ours, the GPU is the CPU, and `tritonserver` is the one of the wheel. The environment of each
+process is what Compose would give it: none of this process's own.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -17,13 +18,14 @@ from typing import Any, Self
 
 import psutil
 
-from tests.deploy.compose_file import ROOT, copied, entrypoint, load_compose, read_env
+from tests.deploy.compose_file import EXAMPLE_KEYS, ROOT, copied, entrypoint, load_compose, read_env
 from tests.e2e.up_process import RESTARTS, starved
 from tests.ports import free_ports
 from tests.processes import START_S, alive, children_of
 from tests.tied import tied
 from triton_models.embedded.warden import remove_environments
 
+KEY = "a key of the tests"
 STOP_TIMEOUT_S = 20
 _ENTRYPOINTS = {"prometheus": ["prometheus"]}
 """Of images that are not ours."""
@@ -42,8 +44,16 @@ os.execve(
 """
 
 
+def keys_in(folder: Path) -> Path:
+    """Write what deploy/keys.env would be, with `KEY`."""
+    keys = folder / "keys.env"
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys.write_text(re.sub(r"<.*>", digest, EXAMPLE_KEYS.read_text(encoding="utf-8")))
+    return keys
+
+
 class ComposeStack:
-    """Services of the CPU profile in `folder`; as a context, what was started is ended with it."""
+    """Services in `folder`; as a context, what was started is ended with it."""
 
     def __init__(self, folder: Path, env: dict[str, str], keys: Path) -> None:
         self.folder = folder
@@ -192,6 +202,7 @@ class ComposeStack:
         text = re.sub(r"(-port=)(\d+)$", lambda found: found[1] + self._port(name, found[2]), text)
         if text.startswith("--end-process="):
             return f"--end-process={self._processes[name].pid}"
+        text = text.replace("--device=cuda:0", "--device=cpu")
         return text.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - away from it
 
     def _addresses(self, name: str, text: str) -> str:

@@ -6,7 +6,6 @@ engine, and is restarted.
 
 import concurrent.futures
 import contextlib
-import hashlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,15 +17,14 @@ import openai
 import pytest
 
 from deploy.docker.triton_health import server_is
-from tests.deploy.compose_file import CHOSEN, EXAMPLE_ENV, EXAMPLE_KEYS, ROOT, read_env
-from tests.deploy.compose_stack import ComposeStack
+from tests.deploy.compose_file import CHOSEN, EXAMPLE_ENV, ROOT, read_env
+from tests.deploy.compose_stack import KEY, ComposeStack, keys_in
 from tests.deploy.prometheus_client import Prometheus, panels
 from tests.e2e.up_process import metric, wait_until
 from tests.processes import alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # the fixtures are one long story
 
-KEY = "a key of the tests"
 MODEL = "chatglm3-demo"
 DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 QUESTION = "What is tritongate?"
@@ -41,11 +39,8 @@ PROMETHEUS = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     folder = tmp_path_factory.mktemp("stack")
-    keys = folder / "keys.env"
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
-    keys.write_text(re.sub(r"<.*>", digest, EXAMPLE_KEYS.read_text(encoding="utf-8")))
     chosen = CHOSEN | {"TRITON_KEY": "s3cret", "MAX_IN_FLIGHT": "4", "MAX_WAITING": "2"}
-    with ComposeStack(folder, read_env(EXAMPLE_ENV) | chosen, keys) as stack:
+    with ComposeStack(folder, read_env(EXAMPLE_ENV) | chosen, keys_in(folder)) as stack:
         if shutil.which("prometheus"):
             stack.start("prometheus")
         stack.start("triton-cpu")

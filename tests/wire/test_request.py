@@ -14,6 +14,7 @@ from wire.request import (
     Probe,
     Request,
     Tokenize,
+    TokenizerFiles,
     decode_request,
     encode_request,
 )
@@ -111,6 +112,7 @@ def test_nothing_is_a_generation_with_every_default() -> None:
         (b'{"cancel":"r"}', Cancel("r")),
         (b'{"probe":true,"v":1}', Probe(probe=True)),
         (b'{"open_channel":"c"}', OpenChannel("c")),
+        (b'{"tokenizer_files":true}', TokenizerFiles(tokenizer_files=True)),
         (b'{"tokenize":"text"}', Tokenize(tokenize="text")),
         (
             b'{"tokenize":"text","prefix":true,"strings":true,"deadline_ms":5}',
@@ -142,6 +144,8 @@ def test_the_other_kinds_are_distinguished_by_their_keys(document: bytes, reques
         (b'{"probe":false}', "probe"),
         (b'{"probe":true,"stream":true}', "stream"),
         (b'{"open_channel":""}', "open_channel"),
+        (b'{"tokenizer_files":false}', "tokenizer_files"),
+        (b'{"tokenizer_files":true,"strings":true}', "strings"),
         (b'{"open_channel":"c","stream":true}', "stream"),
         (b'{"channel":"c"}', "channel"),
         (b'{"channel":{"id":"c"}}', "stream"),

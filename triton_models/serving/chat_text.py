@@ -1,8 +1,12 @@
 """The text side of one model: its tokenizer, its chat format and its grammars, as serving uses them."""
 
+import io
+import zipfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from triton_models.directory import chat_template, detect_format
+from triton_models.directory import TOKENIZER_JSON, chat_template, detect_format
 from triton_models.errors import InvalidGrammarError, ModelError, TextError
 from triton_models.options import EntryParameters
 from triton_models.text.answer import AnswerStream
@@ -15,6 +19,14 @@ from wire.limits import IDS_LIMIT
 from wire.meta import Tokenized
 from wire.request import Detokenize, Generation, Tokenize
 
+_TOKENIZER_FILES: Final = (
+    TOKENIZER_JSON,
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""What a gateway reads of a tokenizer's folder; all but the first may be missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
@@ -23,11 +35,13 @@ class ChatText:
     tokenizer: Tokenizer
     format: ChatFormat
     grammars: Grammars
+    archive: bytes = b""
+    """The tokenizer's files as a zip archive; empty where no gateway needs them."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, chat_format: ChatFormat) -> "ChatText":
+    def of(cls, tokenizer: Tokenizer, chat_format: ChatFormat, archive: bytes = b"") -> "ChatText":
         """Build the text side of a model."""
-        return cls(tokenizer, chat_format, Grammars(tokenizer, chat_format))
+        return cls(tokenizer, chat_format, Grammars(tokenizer, chat_format), archive)
 
     def compile_grammar(self, generation: Generation) -> CompiledGrammar | None:
         """Return the grammar that the answer must follow; None: it is unconstrained.
@@ -160,5 +174,21 @@ def load_text(parameters: EntryParameters) -> ChatText:
     """
     directory = parameters.checkpoint
     name = parameters.options.get("format") or detect_format(directory)
-    tokenizer = JsonTokenizer(directory) if name == TemplateFormat.name else load_tokenizer(directory, name)
-    return ChatText.of(tokenizer, chat_format(name, tokenizer, chat_template(directory)))
+    templated = name == TemplateFormat.name
+    tokenizer = JsonTokenizer(directory) if templated else load_tokenizer(directory, name)
+    archive = archive_of(directory) if templated else b""
+    return ChatText.of(tokenizer, chat_format(name, tokenizer, chat_template(directory)), archive)
+
+
+def archive_of(directory: Path) -> bytes:
+    """Return the tokenizer's files as they are now, with the weights that are loaded.
+
+    Equal files make equal archives, so that a gateway reads those of several replicas once.
+    """
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in _TOKENIZER_FILES:
+            if (file := directory / name).is_file():
+                # Its own date, not the file's.
+                archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
+    return written.getvalue()

@@ -45,6 +45,7 @@ from wire.request import (
     Probe,
     Request,
     Tokenize,
+    TokenizerFiles,
     decode_request,
     request_kind,
 )
@@ -67,12 +68,16 @@ unless texts are very long."""
 LONGEST_WAIT_MS: Final = 60_000
 """How long a request may wait to be tokenized, unless its own deadline is earlier."""
 
+FILES_PART: Final = 2**20
+"""Bytes of the tokenizer's files in a response: several of them pass through the memory shared with Triton,
+which in a container may have 64 MiB."""
+
 
 _TEXT_KINDS: Final = {"tokenize", "detokenize"}
 
 
 class Service:
-    """Serves generations, delta channels, cancels, probes and requests to tokenize, with one engine.
+    """Serves all kinds of requests with one engine.
 
     Args:
         engine: not running yet.
@@ -204,6 +209,8 @@ class Service:
                     call = Call("tokenize", arrival.responder, deadline_ms=limit_ms)
                     self._tokenizing.put(partial(self._tokenize, call, request, inputs))
                     self._sender.watch(call)
+                case TokenizerFiles():
+                    self._send_files(call)
                 case OpenChannel():
                     call = channel = DeltaChannel(
                         request.open_channel, arrival.responder, self._delivery.close
@@ -370,6 +377,19 @@ class Service:
             self._sender.post(call, partial(call.send, text, Meta(tokenized=tokenized), final=True))
         except Exception as error:  # noqa: BLE001 - confined to one request: only its client is told
             self._sender.refuse(call, *refusal(error))
+
+    def _send_files(self, call: Call) -> None:
+        """Send the tokenizer's files in parts, between which the sender does what others posted.
+
+        Raises:
+            InvalidRequestError: the model's conversations are written here.
+        """
+        archive = self._text.archive
+        if not archive:
+            raise InvalidRequestError(f"tokenizer_files: the format {self._text.format.name!r} needs none")
+        for at in range(0, len(archive), FILES_PART):
+            part, final = archive[at : at + FILES_PART], at + FILES_PART >= len(archive)
+            self._sender.post(call, partial(call.send, part, Meta(), final=final))
 
     def _check_open(self) -> None:
         if self._closing.is_set():

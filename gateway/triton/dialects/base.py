@@ -136,6 +136,19 @@ class Tokenizer:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The part of a contract by which a model sends the tokenizer that the gateway needs for its prompts."""
+
+    request: Callable[[str], Request]
+    """Returns the request for them, given the model's id."""
+    read: Callable[[Sequence[Response]], "Dialect"]
+    """Returns the dialect of a model whose responses these are; takes long, and belongs on a thread.
+
+    Raises UpstreamProtocolError: they cannot be used.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Embedder:
     """The part of a contract for vectors of texts."""
 
@@ -191,6 +204,9 @@ class Dialect:
     """The model counts tokens."""
     tokens: Callable[[Tokenization], Tokens] | None = None
     """The gateway counts them for a model without a chat format. Raises InvalidRequestError: it cannot."""
+    tokenizer_files: TokenizerFiles | None = None
+    """A model without a chat format is asked for these before it serves; None: the gateway has them, or the
+    model has none."""
     embedder: Embedder | None = None
     """The model embeds."""
     adapters: bool = False

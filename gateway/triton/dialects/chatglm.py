@@ -3,9 +3,9 @@
 Every tensor is BYTES of shape [1, 1]. All three inputs are always sent, since Triton batches only requests
 with the same set of inputs. Decoding is strict: what is not in the contract is an error, never a guess.
 
-Where a model of the contract has no chat format, but the setting `tokenizers` names a folder for its entry,
-it is sent token ids: the template and the tokenizer are those of the folder. What the engine enforces in
-answers (schemas and other grammars), it enforces here, too; calls are only read.
+A model of the contract that has no chat format is sent token ids. The template and the tokenizer are those of
+the folder that the setting `tokenizers` names for its entry; without one, those that the model sends. What
+the engine enforces in answers (schemas and other grammars), it enforces here, too; calls are only read.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,11 @@ from gateway.triton.dialects.base import (
     Request,
     Response,
     Tokenizer,
+    TokenizerFiles,
 )
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, LogitsAnswer, not_understood, read
 from gateway.triton.dialects.foreign import off_the_loop, refuse_grammar, refuse_strict_tools
-from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, no_template
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, no_template, text_of_archive
 from wire import names
 from wire import request as wire_request
 from wire.channel import Frame, decode_frame
@@ -133,6 +134,22 @@ def _read_frame(response: Response) -> Frame:
             except (ValueError, msgspec.MsgspecError) as error:
                 raise not_understood(str(error)) from error
     raise not_understood("a frame without its document")
+
+
+def _ask_for_files(model: str) -> Request:
+    return _infer_request(model, "tokenizer-files", wire_request.TokenizerFiles(tokenizer_files=True))
+
+
+def _read_files(responses: Sequence[Response]) -> Dialect:
+    parts = []
+    for response in responses:
+        for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+            if tensor.name == names.RESPONSE:
+                try:
+                    parts += unpack_strings(raw)
+                except ValueError as error:
+                    raise not_understood(str(error)) from error
+    return templated(text_of_archive(b"".join(parts)))
 
 
 def _request(
@@ -274,6 +291,7 @@ CHATGLM = Dialect(
     cancel=_cancel,
     probe=Probe(_probe, _read_probe),
     tokenizer=Tokenizer(_tokenize, _read_tokens),
+    tokenizer_files=TokenizerFiles(_ask_for_files, _read_files),
     channels=Channels(_open_channel, _read_frame, _request, ChatGLMAnswer),
 )
 """The contract, with all of its optional parts."""
@@ -309,6 +327,7 @@ def templated(model: ModelText) -> Dialect:
         decoder=decoder,
         probe=Probe(_probe, read_probe),
         tokens=partial(model.tokens, exact=True),
+        tokenizer_files=None,
         channels=Channels(_open_channel, _read_frame, _request, answer),
     )
 

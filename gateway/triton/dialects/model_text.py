@@ -1,19 +1,25 @@
 """How the conversations of a model without a tokenizer of its own read: prompts as text, and their tokens."""
 
+import io
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, Final
 
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CallStyle, style_of
-from gateway.chat.templates import ChatTemplate
-from gateway.chat.vocabulary import Vocabulary
+from gateway.chat.templates import ChatTemplate, Folder, TemplateError
+from gateway.chat.vocabulary import Vocabulary, VocabularyError
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, images_in
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtocolError
 
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
+_ARCHIVES: Final = 16
+"""So many tokenizers that models send are kept; more are read anew where a model comes back."""
+_ARCHIVE_BYTES: Final = 2**28
+"""Most that an archive may hold: a tokenizer.json has up to 40 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class ModelText:
     """Texts of its special tokens."""
 
     @classmethod
-    def read(cls, folder: Path) -> "ModelText":
+    def read(cls, folder: Folder) -> "ModelText":
         """Read a tokenizer's folder.
 
         Raises:
@@ -216,6 +222,24 @@ class ModelText:
         if not tokenization.strings or self.vocabulary is None:
             return None
         return [self.vocabulary.decode([each]) for each in ids]
+
+
+@lru_cache(_ARCHIVES)
+def text_of_archive(archive: bytes) -> ModelText:
+    """Return what the zip archive of a tokenizer's folder says.
+
+    Raises:
+        UpstreamProtocolError: it is none, or its tokenizer or template cannot be used.
+    """
+    try:
+        files = zipfile.ZipFile(io.BytesIO(archive))
+        files.filename = "the archive"  # for messages: it has none
+        size = sum(each.file_size for each in files.infolist())
+        if size > _ARCHIVE_BYTES:
+            raise UpstreamProtocolError(f"the tokenizer's files have {size} bytes")
+        return ModelText.read(zipfile.Path(files))
+    except (VocabularyError, TemplateError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise UpstreamProtocolError(f"the tokenizer that the model sends: {error}") from None
 
 
 def no_template() -> NoTemplateError:

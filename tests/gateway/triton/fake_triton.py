@@ -16,7 +16,16 @@ from tests.ports import free_ports
 from wire.channel import Frame, encode_frame
 from wire.meta import Accepted, Delivered, Logits, Meta, ProbeReport, Tokenized, Usage, encode_meta
 from wire.refusal import RefusalCode, refusal_text
-from wire.request import Cancel, Detokenize, OpenChannel, Probe, Request, Tokenize, decode_request
+from wire.request import (
+    Cancel,
+    Detokenize,
+    OpenChannel,
+    Probe,
+    Request,
+    Tokenize,
+    TokenizerFiles,
+    decode_request,
+)
 from wire.request import Generation as Asked
 from wire.strings import pack_strings, unpack_strings
 
@@ -124,6 +133,10 @@ class FakeModel:
             heartbeat_age_s=0.01, running=0, waiting=0, format="chatglm3", max_context=512
         )
     )
+    files: bytes | None = None
+    """Those of its tokenizer; None: it is older than the question."""
+    asked_for_files: int = 0
+    """How often it was."""
     begun: int = 0
     """Generations, of which its report tells."""
     obeys: bool = True
@@ -133,6 +146,17 @@ class FakeModel:
     """What loading does instead of succeeding at once, given the call's context."""
     lingers: asyncio.Event | None = None
     """What is waited for, from an unload on, until nothing of it is in memory: requests in flight."""
+
+    async def send_files(self, request: Any, context: Any) -> AsyncIterator[Response]:
+        """Send the tokenizer's files in two parts."""
+        self.asked_for_files += 1
+        if self.files is None:
+            unknown = "sampling: Object contains unknown field `tokenizer_files`"
+            yield Response(error_message=refusal_text(RefusalCode.INVALID_REQUEST, unknown))
+            return
+        half = len(self.files) // 2
+        yield reply(self.files[:half])
+        yield reply(self.files[half:], final=True)
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -308,8 +332,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 return
             script = model.probe
         else:
-            if isinstance(kind, Tokenize | Detokenize):
-                script = model.tokenize
+            others = {Tokenize: model.tokenize, Detokenize: model.tokenize, TokenizerFiles: model.send_files}
+            script = others.get(type(kind), script)
             self.requests.append(request)
             self.metadata.append(dict(context.invocation_metadata()))
         model.begun += isinstance(kind, Asked)

@@ -3,6 +3,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,21 +11,26 @@ import msgspec
 import pytest
 from tritonclient.grpc import service_pb2
 
+from gateway.core.request import Conversation, Message, PlainText
+from gateway.errors import NoTemplateError
 from gateway.triton import dialects
 from gateway.triton.client import Client
+from gateway.triton.dialects import Dialects
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.errors import Fault, TritonError
 from gateway.triton.options import HealthPolicy, PoolOptions
 from gateway.triton.replicas import Replica, ReplicaState, unable
 from tests.gateway.triton.fake_triton import accepted, generation, hanging, reply, until
+from tests.template_checkpoint import write_tokenizer
+from triton_models.serving.chat_text import archive_of
 from wire.meta import Meta
 
 
 @contextlib.asynccontextmanager
-async def watched(triton: Any, policy: HealthPolicy) -> AsyncIterator[Replica]:
+async def watched(triton: Any, policy: HealthPolicy, *tokenizers: str) -> AsyncIterator[Replica]:
     client = Client(triton.address)
-    replica = Replica("m", client, PoolOptions(health=policy))
+    replica = Replica("m", client, PoolOptions(health=policy, dialects=Dialects(tokenizers)))
     task = asyncio.create_task(replica.watch())
     yield replica
     task.cancel()
@@ -46,6 +52,89 @@ async def test_a_replica_is_ready_by_a_probe_and_knows_its_model(triton: Any, fa
         assert report.chat_format == "chatglm3"
         assert report.max_context == 512
         await until(lambda: triton.model.probes > 3)
+
+
+def templated(triton: Any, folder: Path) -> None:
+    """Make the model one whose conversations a template writes."""
+    triton.model.report = msgspec.structs.replace(triton.model.report, format="template")
+    write_tokenizer(folder)
+    triton.model.files = archive_of(folder)
+
+
+async def chat_of(replica: Replica) -> list[int] | None:
+    """Return the ids of a conversation as they are sent; None: it is sent as turns."""
+    dialect, report = replica.serving()
+    request = generation(prompt=Conversation((Message(role="user", content="hi"),)))
+    if dialect.prepare is not None:
+        request = await dialect.prepare(request, report)
+    dialect.request(request, report, 5.0)
+    return list(getattr(request.prompt, "ids", ())) or None
+
+
+async def test_a_template_comes_with_its_model(triton: Any, fast: HealthPolicy, tmp_path: Path) -> None:
+    templated(triton, tmp_path)
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        assert await chat_of(replica)
+        assert "enable_thinking" in replica.serving()[1].template_reads
+        await until(lambda: triton.model.probes > 3)
+        assert triton.model.asked_for_files == 1
+        # It comes back as another model.
+        triton.model.state = "UNAVAILABLE"
+        await becomes(replica, ReplicaState.UNLOADED)
+        triton.model.report = msgspec.structs.replace(triton.model.report, format="chatglm3")
+        triton.model.state = "READY"
+        await becomes(replica, ReplicaState.READY)
+        assert await chat_of(replica) is None
+        assert triton.model.asked_for_files == 1
+
+
+async def test_a_tokenizer_that_is_set_is_preferred(triton: Any, fast: HealthPolicy, tmp_path: Path) -> None:
+    templated(triton, tmp_path)
+    async with watched(triton, fast, f"m={tmp_path}") as replica:
+        await becomes(replica, ReplicaState.READY)
+        assert await chat_of(replica)
+        assert not triton.model.asked_for_files
+
+
+@pytest.mark.parametrize(
+    ("files", "why"), [(None, "unknown field"), (b"no archive", "not a zip file"), (b"", "not a zip file")]
+)
+async def test_without_a_tokenizer_a_model_still_completes(
+    triton: Any, fast: HealthPolicy, caplog: pytest.LogCaptureFixture, files: bytes | None, why: str
+) -> None:
+    triton.model.report = msgspec.structs.replace(triton.model.report, format="template")
+    triton.model.files = files
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        await until(lambda: triton.model.probes > 3)
+        with pytest.raises(NoTemplateError, match="set `tokenizers`"):
+            await chat_of(replica)
+        dialect, report = replica.serving()
+        assert dialect.request(generation(prompt=PlainText("hi")), report, 5.0)
+    (told,) = [each for each in caplog.records if "no tokenizer of the model" in each.getMessage()]
+    assert "set tokenizers" in told.getMessage()
+    assert why in vars(told)["detail"]
+    assert triton.model.asked_for_files == 1
+
+
+async def test_a_model_that_is_lost_while_it_sends_its_tokenizer_is_asked_again(
+    triton: Any, fast: HealthPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templated(triton, tmp_path)
+    infer = Client.infer
+
+    async def lost_once(self: Client, request: Any, **more: Any) -> Any:
+        if request.id == "tokenizer-files" and not triton.model.asked_for_files:
+            triton.model.asked_for_files += 1
+            raise TritonError(Fault.UNREACHABLE, "gone")
+        return await infer(self, request, **more)
+
+    monkeypatch.setattr(Client, "infer", lost_once)
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        assert await chat_of(replica)
+    assert triton.model.asked_for_files == 2
 
 
 async def test_a_model_without_probes_is_ready_when_triton_says_so(

@@ -1,9 +1,18 @@
+import io
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from tests.triton_models.serving.conftest import Served
+from tests.template_checkpoint import write_tokenizer
+from tests.triton_models.native_checkpoint import write_native
+from tests.triton_models.serving.conftest import Served, parameters
 from triton_models.errors import ModelError, TextError
 from triton_models.serving import chat_text as module
-from triton_models.serving.chat_text import ChatText
+from triton_models.serving import service
+from triton_models.serving.chat_text import ChatText, archive_of, load_text
 from wire.grammar import Grammar
 from wire.history import Turn
 from wire.refusal import RefusalCode
@@ -121,3 +130,42 @@ def test_more_ids_than_any_context_has_are_not_returned(
     text.tokenize(Tokenize(tokenize="text"), "a👋", [])
     with pytest.raises(TextError, match=f"{count + 2} tokens, and at most {count} are returned"):
         text.tokenize(Tokenize(tokenize="text", prefix=True), "a👋", [])
+
+
+def test_a_tokenizers_files_come_in_parts(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+    archive = archive_of(tmp_path)
+    monkeypatch.setattr(served.service, "_text", replace(served.service._text, archive=archive))
+    monkeypatch.setattr(service, "FILES_PART", 1000)
+    sent = served.send(b'{"tokenizer_files":true}').wait()
+    assert len(sent.responses) > 2
+    assert b"".join(bytes(part) for part, _ in sent.responses) == archive
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        assert files.namelist() == ["tokenizer.json", "tokenizer_config.json"]
+        assert files.read("tokenizer.json") == (tmp_path / "tokenizer.json").read_bytes()
+
+
+def test_equal_files_make_equal_archives(tmp_path: Path) -> None:
+    archives: list[bytes] = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_tokenizer(tmp_path / name)
+        os.utime(tmp_path / name / "tokenizer.json", (len(archives) * 10**9,) * 2)
+        archives.append(archive_of(tmp_path / name))
+    assert archives[0] == archives[1]
+
+
+def test_a_model_that_writes_its_own_conversations_keeps_its_files(served: Served) -> None:
+    refused = served.send(b'{"tokenizer_files":true}').wait()
+    assert refused.refusal == (
+        RefusalCode.INVALID_REQUEST,
+        "tokenizer_files: the format 'chatglm3' needs none",
+    )
+
+
+def test_a_templated_checkpoints_files_are_read_with_it(tmp_path: Path) -> None:
+    write_native(tmp_path, "qwen2")
+    write_tokenizer(tmp_path)
+    assert load_text(parameters(tmp_path)).archive == archive_of(tmp_path)

@@ -32,6 +32,5 @@ class TemplateFormat(ChatFormat):
         answer_metadata: str | None = None,  # noqa: ARG002 - inherited
     ) -> list[int]:
         raise TextError(
-            "this model's conversations are written by its chat template: send them to the gateway, whose"
-            " setting `tokenizers` names the checkpoint's folder"
+            "this model's conversations are written by its chat template: send them to the gateway"
         )

@@ -1,7 +1,9 @@
 """What a model's tokenizer and template make of a prompt, and that a long one holds nobody up."""
 
 import asyncio
+import io
 import threading
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,11 @@ from gateway.core.request import (
     ToolOffer,
 )
 from gateway.core.upstream import Tokenization
-from gateway.errors import InvalidRequestError
-from gateway.triton.dialects import llm_api, trtllm, vllm
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
+from gateway.triton.dialects import llm_api, model_text, trtllm, vllm
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.dialects.foreign import Contract
-from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
+from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, text_of_archive
 from gateway.triton.dialects.text_answer import News, TextAnswer
 from tests.e2e.foreign_server import write_tokenizer
 from tests.gateway.triton.dialects.test_text_answer import by_character
@@ -230,6 +232,47 @@ def test_a_template_gives_away_how_reasoning_is_marked(tmp_path: Path) -> None:
         assert (delta.reasoning, delta.text) == ("Hm.", "Two.")
     template.write_text("{{ messages[0].content }}")
     assert not ModelText.read(tmp_path / "tokenizer").thinks
+
+
+def archive(files: dict[str, str]) -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, text in files.items():
+            made.writestr(name, text)
+    return written.getvalue()
+
+
+def test_an_archive_is_read_as_its_folder_is(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    files = {each.name: each.read_text() for each in (tmp_path / "tokenizer").iterdir()}
+    files["chat_template.jinja"] = "{{ messages[0].content }}!"
+    files["generation_config.json"] = '{"eos_token_id": [5, 6]}'
+    found = text_of_archive(archive(files))
+    assert found.text(talk()) == "Hi!"
+    assert found.required_vocabulary().ends[-2:] == (5, 6)
+    assert text_of_archive(archive(files)) is found  # another replica's
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"tokenizer.json": "{}"}, "the archive/tokenizer.json is not a tokenizer"),
+        ({"tokenizer_config.json": "["}, "the archive/tokenizer_config.json cannot be read"),
+        ({"chat_template.jinja": "{% if %}"}, "not valid Jinja"),
+        ({"generation_config.json": " " * 2**20}, "files have .* bytes"),
+    ],
+)
+def test_an_archive_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], why: str
+) -> None:
+    monkeypatch.setattr(model_text, "_ARCHIVE_BYTES", 2**20)
+    write_tokenizer(tmp_path / "tokenizer")
+    files = {each.name: each.read_text() for each in (tmp_path / "tokenizer").iterdir()}
+    with pytest.raises(UpstreamProtocolError, match=why):
+        text_of_archive(archive(files | changed))
+    del files["tokenizer.json"]
+    with pytest.raises(UpstreamProtocolError, match=r"has no tokenizer\.json"):
+        text_of_archive(archive(files))
 
 
 CONTRACTS = {

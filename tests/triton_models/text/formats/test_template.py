@@ -16,5 +16,5 @@ def test_it_takes_text_and_no_conversation(tmp_path: Path) -> None:
     assert made.render_text("hello") == tokenizer.encode("hello")
     assert made.stop_ids == {tokenizer.eos_id}
     assert not made.call_syntax
-    with pytest.raises(TextError, match="setting `tokenizers`"):
+    with pytest.raises(TextError, match="send them to the gateway"):
         made.render_turns([Turn("user", "hello")])
