@@ -23,9 +23,10 @@ from gateway.core.events import (
     TopLogprob,
     Usage,
 )
-from gateway.core.request import Generation, Turns
+from gateway.core.request import Conversation, Generation, Turns
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.base import AnswerDelta, ModelReport, Response
+from gateway.triton.dialects.model_text import no_template
 from wire import meta as wire_meta
 from wire import names
 from wire.strings import unpack_strings
@@ -52,6 +53,9 @@ class ChatGLMAnswer:
         report: of the model that answers.
         reader: makes what reads a choice; None: it is read as the model's chat format writes it.
         count: counts the tokens of reasoning, which the engine does not tell from text; None: there is none.
+
+    Raises:
+        NoTemplateError: the request is a conversation, and nobody knows how the model writes those.
     """
 
     over = False  # the engine ends an answer where the request says
@@ -63,6 +67,8 @@ class ChatGLMAnswer:
         reader: Callable[[], ChoiceReader | MarkedChoice] | None = None,
         count: Callable[[str], int] | None = None,
     ) -> None:
+        if reader is None and report.chat_format is None and isinstance(generation.prompt, Conversation):
+            raise no_template()
         new = reader or (lambda: ChoiceReader(generation, report.chat_format))
         self._choices = {index: new() for index in range(generation.n)}
         """The choices that have not ended."""

@@ -159,8 +159,15 @@ async def test_reasoning_is_counted_without_its_marks(tmp_path: Path, text: str,
 def test_without_a_tokenizer_a_conversation_is_refused_by_what_to_set() -> None:
     dialect = Dialects().of("m", having(CHATGLM.inputs))
     assert dialect is CHATGLM
-    with pytest.raises(InvalidRequestError, match="set `tokenizers`"):
-        dialect.request(generation(), NO_FORMAT, 5.0)
+    assert dialect.channels is not None
+    tool = Tool(name="now", description=None, parameters={})
+    offered = generation(replace(TALK, offer=ToolOffer(tools=(tool,))))
+    for request in (generation(), offered):
+        with pytest.raises(InvalidRequestError, match="set `tokenizers`"):
+            dialect.request(request, NO_FORMAT, 5.0)
+        for decoder in (dialect.decoder, dialect.channels.decoder):
+            with pytest.raises(InvalidRequestError, match="set `tokenizers`"):
+                decoder(request, NO_FORMAT)
 
 
 async def test_only_answers_to_conversations_are_read(dialect: Dialect) -> None:
