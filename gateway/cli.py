@@ -250,8 +250,6 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
                 "upstreams": tuple(addresses),
                 "repository_key": SecretStr(ready.repository_key),
                 "models": models,
-                # Not among the models: a changed file of these is read again.
-                "tokenizers": (*ready.tokenizers, *settings.tokenizers),
                 "warn_of_faults": False,  # it is private
                 **({} if limited else {"max_in_flight": settings.max_in_flight * len(addresses)}),
                 **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),

@@ -45,8 +45,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="event", kw_only
     repository_key: str
     """What Triton requires for everything but inference and health: KEY=VALUE, sent as gRPC metadata."""
     models: list[str]
-    tokenizers: list[str] = []
-    """NAME=FOLDER of each model whose conversations the gateway writes, with what the folder has."""
 
 
 class ModelDown(msgspec.Struct, frozen=True, tag="model_down", tag_field="event"):

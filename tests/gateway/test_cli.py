@@ -9,13 +9,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from msgspec import structs
 
 import gateway.cli
 from gateway.cli import greeting, main
 from gateway.commands.reach import Finding
 from gateway.process.listeners import base_url, bind, bind_gateway, claim
-from gateway.settings import Settings, reload, settings_table
+from gateway.settings import Settings, settings_table
 from gateway.settings.values import Scope, revealed
 from gateway.up import Replica, triton_command
 from tests.gateway.serving import settings
@@ -213,27 +212,6 @@ def test_up_refuses_names_of_what_it_does_not_serve(served: list[Any], tmp_path:
     status, text = run("up", *KSERVE, "--port", "0", "--models-file", str(file))
     assert (status, "models.pub.entry: 'o' is not served here; these are: m, n" in text) == (2, True)
     assert len(served) == 1
-
-
-def test_up_reads_conversations_of_a_changed_models_file_as_before(
-    served: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, folders = tmp_path / "models.yaml", {name: tmp_path / name for name in ("m", "n", "own")}
-    for each in folders.values():
-        each.mkdir()
-    tokenizers = [f"{name}={folders[name]}" for name in ("m", "n")]
-    monkeypatch.setattr(sys.modules[__name__], "READY", structs.replace(READY, tokenizers=tokenizers))
-    file.write_text("models: {m: {entry: n}, pub: {entry: m}}")
-    arguments = ["up", *KSERVE, "--port", "0", "--models-file", str(file)]
-    assert run(*arguments)[0] == 0
-    settings = served[-1]
-    assert reload(settings, "models").models == settings.models
-    file.write_text("models: {m: {entry: n}, pub: {entry: m}, more: {entry: m}}")
-    changed = reload(settings, "models")
-    found = {name: changed.model(name).tokenizer for name in changed.models}
-    assert found == {"m": str(folders["n"]), "pub": str(folders["m"]), "more": str(folders["m"])}
-    assert run(*arguments, "--tokenizers", f"m={folders['own']}")[0] == 0
-    assert served[-1].model("pub").tokenizer == str(folders["own"])
 
 
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:

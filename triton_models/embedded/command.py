@@ -126,15 +126,14 @@ async def _serve(
             arguments += [*NO_CONTEXT, "--disable-auto-complete-config"]
         else:
             configs = repository.glob("*/config.pbtxt")  # noqa: ASYNC240 - nothing waits yet
-            served = dict.fromkeys(sorted(config.parent.name for config in configs))
+            served = sorted(config.parent.name for config in configs)
             if not served:
                 raise SetupError(f"{repository} holds no model: no folder with a config.pbtxt")
         installation.link_backends(run.backends)
         ports = Ports(grpc=grpc_port, metrics=metrics_port)
         where = (repository or run.repository).resolve()
         server = TritonServer(installation, run, where, ports, arguments, repository_key)
-        tokenizers = [f"{name}={folder}" for name, folder in served.items() if folder is not None]
-        await Supervisor(server, list(served), emit, tokenizers).run()
+        await Supervisor(server, served, emit).run()
     except EmbeddedError as error:
         kept = run.log.exists() and run.log.stat().st_size > 0
         raise EmbeddedError(f"{error} (log: {run.keep_log()})" if kept else str(error)) from error

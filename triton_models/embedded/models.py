@@ -88,17 +88,14 @@ def _is_pointer(path: Path) -> bool:
         return file.read(len(_POINTER)) == _POINTER
 
 
-def write_models(
-    repository: Path, arguments: tuple[str, ...], *, device: str, options: Options
-) -> dict[str, Path | None]:
+def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, options: Options) -> list[str]:
     """Write the entries of the models in `arguments`, or of the built-in model if there are none.
 
     All models have the same device (`cpu` or `cuda:N`) and the same options; of these, those that are None
     are the engine's to choose.
 
     Returns:
-        The models' names, which are also their entries', each with the checkpoint's folder if a chat template
-        there writes its conversations.
+        The models' names, which are also their entries'.
 
     Raises:
         SetupError: an argument is not a checkpoint that can be served, or a name is invalid or occurs twice.
@@ -107,8 +104,8 @@ def write_models(
 
     chosen = {name: value for name, value in options.items() if value is not None}
     models = [_checked(argument, options) for argument in arguments]
-    written: dict[str, Path | None] = {}
-    for name, path, chat_format in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT, "chatglm3")]:
+    written: list[str] = []
+    for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
         if name in written:
             raise SetupError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
         try:
@@ -116,15 +113,16 @@ def write_models(
         except ValueError as error:
             raise SetupError(f"--model {path}: {error}") from error
         write_entry(repository, model=entry)
-        written[name] = path if chat_format == "template" else None
+        written.append(name)
     return written
 
 
-def _checked(argument: str, options: Options) -> tuple[str, Path, str]:
-    """Return a model's name, its checkpoint's folder and its chat format."""
+def _checked(argument: str, options: Options) -> tuple[str, Path]:
+    """Return a model's name and its checkpoint's folder."""
     name, path = read_model_argument(argument)
     any_type = options.get("engine") == "transformers"
     try:
-        return name, path, check_checkpoint(path, options.get("format"), any_type=any_type)
+        check_checkpoint(path, options.get("format"), any_type=any_type)
     except CheckpointError as error:
         raise SetupError(f"--model {argument}: {error}") from error
+    return name, path

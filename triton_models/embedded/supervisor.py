@@ -86,17 +86,9 @@ class Supervisor:
         server: not yet started.
         models: names of the repository entries to serve.
         emit: told everything that happens.
-        tokenizers: NAME=FOLDER of models whose conversations the gateway writes.
     """
 
-    def __init__(
-        self,
-        server: TritonServer,
-        models: Sequence[str],
-        emit: Callable[[Event], None],
-        tokenizers: Sequence[str] = (),
-    ) -> None:
-        self._tokenizers = list(tokenizers)
+    def __init__(self, server: TritonServer, models: Sequence[str], emit: Callable[[Event], None]) -> None:
         self._server = server
         self._models = [_Model(name) for name in models]
         self._emit = emit
@@ -189,14 +181,7 @@ class Supervisor:
                 if not self._ready and all(each.up for each in self._models):
                     self._ready = True
                     names = [each.name for each in self._models]
-                    self._emit(
-                        Ready(
-                            **self._addresses(),
-                            repository_key=self._server.key,
-                            models=names,
-                            tokenizers=self._tokenizers,
-                        )
-                    )
+                    self._emit(Ready(**self._addresses(), repository_key=self._server.key, models=names))
                 fault = await self._watch(client, model)
             except ModelError as error:
                 fault = str(error)

@@ -95,26 +95,14 @@ def test_entries_are_written(tmp_path: Path, checkpoint: Path) -> None:
     options = {"dtype": "float32", "max_running": 7, "max_batched_tokens": 99, "max_context": None}
     models = (str(checkpoint), f"b={checkpoint}")
     written = write_models(repository, models, device="cpu", options=options)
-    assert written == {"glm": None, "b": None}
+    assert written == ["glm", "b"]
     config = (repository / "b" / "config.pbtxt").read_text()
     assert all(f'string_value: "{value}"' in config for value in ("float32", 7, 99))
     assert "max_context" not in config
 
 
-def test_a_folder_whose_template_writes_conversations_is_told(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    folder.mkdir()
-    for name, text in {
-        "config.json": '{"model_type": "llama"}',
-        "model.safetensors": "",
-        "tokenizer.json": "",
-    }.items():
-        (folder / name).write_text(text)
-    assert write_models(tmp_path, (f"a={folder}",), device="cpu", options={}) == {"a": folder}
-
-
 def test_the_built_in_model_is_served_where_none_is_named(tmp_path: Path) -> None:
-    assert write_models(tmp_path, (), device="cpu", options={}) == {"chatglm3-demo": None}
+    assert write_models(tmp_path, (), device="cpu", options={}) == ["chatglm3-demo"]
     assert str(BUILT_IN_CHECKPOINT) in (tmp_path / "chatglm3-demo" / "config.pbtxt").read_text()
     for name in ("config.json", "tokenizer.model", "tokenizer_config.json", "model.safetensors", "README.md"):
         assert (BUILT_IN_CHECKPOINT / name).is_file()
