@@ -27,7 +27,7 @@ Each class carries its HTTP status and OpenAI's `type` and `code`; `render` is t
 becomes JSON.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from msgspec import Struct
 
@@ -102,6 +102,11 @@ class ModelNotFoundError(NotFoundError):
     """No such model."""
 
     code = "model_not_found"
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Return the error for a name of no model that the caller may use, whether or not there is one."""
+        return cls(f"The model {name!r} does not exist. GET /v1/models lists those that do.", param="model")
 
 
 class MethodNotAllowedError(GatewayError):

@@ -126,7 +126,7 @@ class Gateway:
             raise InvalidRequestError(f"A model's name has at most {NAME_LIMIT} characters.", param="model")
         card = self.upstream.model(name)
         if not self._open_to(card, key):
-            raise ModelNotFoundError(f"The model {name!r} does not exist.", param="model")
+            raise ModelNotFoundError.of(name)
         return card
 
     def _open_to(self, card: ModelCard, key: str | None) -> bool:

@@ -386,7 +386,7 @@ class TritonUpstream:
             return self._backends.replicas(model_id)
         if not self._knows_models():
             raise TritonError(Fault.UNREACHABLE, "no repository was read yet").to_gateway()
-        raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+        raise ModelNotFoundError.of(model_id)
 
     def _card(self, model_id: str, created: int) -> ModelCard:
         replicas = self._backends.replicas(model_id)

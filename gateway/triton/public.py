@@ -288,7 +288,7 @@ class PublicModels:
             return _Served(model_id, self._settings.model(model_id), pool)
         name = self._names.get(model_id)
         if name is None:
-            raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+            raise ModelNotFoundError.of(model_id)
         return self._served[name]
 
     def _card(self, served: _Served) -> ModelCard:

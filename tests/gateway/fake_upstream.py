@@ -196,7 +196,7 @@ class FakeUpstream:
         for card in self.models():
             if card.id == model_id:
                 return card
-        raise ModelNotFoundError(f"The model {model_id!r} does not exist.", param="model")
+        raise ModelNotFoundError.of(model_id)
 
     async def load(self, model_id: str, *, reload: bool, upstream: str | None) -> list[EntriesChanged]:
         self.model(model_id)

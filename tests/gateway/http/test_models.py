@@ -18,6 +18,7 @@ async def test_models() -> None:
         with pytest.raises(openai.NotFoundError) as missing:
             await served.sdk.chat.completions.create(model="other", messages=MESSAGES)
         assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+        assert "The model 'other' does not exist. GET /v1/models lists" in missing.value.message
 
 
 async def test_defaults_stand_in_for_what_a_request_leaves_out() -> None:
