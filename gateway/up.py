@@ -18,7 +18,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Self, TextIO, assert_never
+from typing import Final, NoReturn, Self, TextIO, assert_never
 
 import msgspec
 
@@ -40,6 +40,8 @@ _AUTO = "auto"
 _KEYS_VARIABLE = "TRITONGATE_API_KEYS"
 """Clients' keys are the gateway's alone."""
 METRICS_PORT: Final = 8002
+_IMPORTING: Final = "importing"
+"""Name of the thread on which `run_up` does what takes long while Tritons start."""
 
 
 class TritonFailedError(Exception):
@@ -390,7 +392,8 @@ def run_up(
         replicas: the Tritons (see `plan_replicas`).
         serve: returns the exit status, above 128 where a second signal cut the drain short.
         out: where progress is shown.
-        meanwhile: called once, while the Tritons start; a signal waits until it returns.
+        meanwhile: called once, while the Tritons start, on a thread of its own. After a signal it may still
+            run when this function returns: end the process with `leave`.
     """
     report = Report(out)
     tritons = EmbeddedTritons(replicas, report)
@@ -398,8 +401,7 @@ def run_up(
     try:
         with _interrupted(), tritons:
             tritons.start()
-            with _deferred():
-                meanwhile()
+            _beside(meanwhile)
             status = serve(*tritons.wait_ready(), report.stopping)
             if status > _SIGNALLED:
                 tritons.abandon()
@@ -419,14 +421,37 @@ def _interrupted() -> contextlib.AbstractContextManager[None]:
     return _handled(signal.default_int_handler)
 
 
-@contextlib.contextmanager
-def _deferred() -> Iterator[None]:
-    """Have them do so at the end of the block only: an import may turn it into another exception."""
-    caught: list[int] = []
-    with _handled(lambda number, _frame: caught.append(number)):
-        yield
-    if caught:
-        raise KeyboardInterrupt
+def _beside(work: Callable[[], object]) -> None:
+    """Do `work`, which may import for seconds, and let a signal end the wait for it.
+
+    On the main thread an import may turn the signal into another exception.
+    """
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            faults.append(error)
+
+    thread = threading.Thread(target=run, name=_IMPORTING, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_EVERY_S)
+    if faults:
+        raise faults[0]
+
+
+def leave(status: int) -> NoReturn:
+    """End the process after `run_up`, even while it still imports.
+
+    The interpreter's own end would stop the importing thread wherever it is, which within an extension module
+    may abort the process. Nothing is left that needs that end.
+    """
+    if any(thread.name == _IMPORTING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ LIVE = '{"event":"live","grpc":"127.0.0.1:1","metrics":"127.0.0.1:3"}'
 OTHER_LIVE = LIVE.replace(":1", ":4")
 READY = '{"event":"ready","grpc":"127.0.0.1:1","metrics":"127.0.0.1:3","repository_key":"k=v","models":["m"]}'
 UNTIL_EOF = "import sys; sys.stdin.read()"
+ROOT = Path(__file__).parents[2]
 
 
 def child(program: str, name: str = "") -> Replica:
@@ -267,6 +268,47 @@ def test_a_signal_amid_what_is_done_meanwhile_stops_it(number: int) -> None:
         assert out.getvalue() == "stopping\n"
     finally:
         signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_does_not_wait_for_an_import(number: int, tmp_path: Path) -> None:
+    """Nor does the process's end, though the import never ends and a child has to be stopped first."""
+    (tmp_path / "endless.py").write_text(
+        "import os, signal, sys, threading\n"
+        "while not os.path.exists(sys.argv[1]):\n"
+        "    pass\n"
+        f"os.kill(os.getpid(), {int(number)})\n"
+        "threading.Event().wait()\n"
+    )
+    pid = tmp_path / "pid"
+    begun = f"import os; open({str(pid)!r} + '_', 'w').write(str(os.getpid())); "
+    begun += f"os.rename({str(pid)!r} + '_', {str(pid)!r}); {UNTIL_EOF}"
+    program = (
+        "import importlib, signal, sys\n"
+        "from gateway.up import Replica, leave, run_up\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"child = Replica(command=[sys.executable, '-c', {begun!r}], environment={{}})\n"
+        "load = lambda: importlib.import_module('endless')\n"
+        "leave(run_up([child], None, sys.stdout, meanwhile=load))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, pid],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "stopping\n", "")
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+
+
+def test_what_fails_meanwhile_ends_the_start() -> None:
+    def fail() -> None:
+        raise ImportError("broken")
+
+    with pytest.raises(ImportError, match="broken"):
+        run_up([child(UNTIL_EOF)], _must_not_serve, io.StringIO(), meanwhile=fail)
 
 
 def test_a_signal_amid_the_start_of_a_child_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
