@@ -10,9 +10,10 @@ Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
 import jinja2
@@ -22,6 +23,7 @@ from jinja2.filters import do_items
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.chat.guards import Guard, control_tokens, removed_texts, unescaped
 from gateway.core.request import Conversation, Message, ToolOffer, images_in
 from gateway.errors import InvalidRequestError
 from wire.calls import read_json
@@ -37,6 +39,11 @@ _OF_MESSAGES: Final = frozenset({"reasoning_content", "reasoning"})
 _IMAGE: Final = "image"
 """The type of a content's part for which a template writes the mark of an image."""
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REFUSALS: Final = (
+    *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
+    RecursionError,  # of a switch that is nested too deeply
+)
+"""What a template raises that cannot express a conversation."""
 _CONTINUED: Final = "\ue000\t"
 """Behind a text that is to be continued, while it is rendered: a mark of no script, and a blank."""
 _SHORT_ID: Final = 9
@@ -75,12 +82,18 @@ class ChatTemplate:
     Args:
         sources: templates by name; `default` must be there, and `tool_use` may be, for requests with tools.
         tokens: the texts of special tokens that templates refer to, such as `bos_token`.
+        added: by text, the tokens that the tokenizer finds in any text, and whether they are special.
 
     Raises:
         TemplateError: a template is not one.
     """
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        tokens: Mapping[str, str],
+        added: Mapping[str, bool] = MappingProxyType({}),
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -103,6 +116,7 @@ class ChatTemplate:
             """Whether it takes every content for such a list."""
             self._id_of = _short_id if any(map(_demands_short_ids, trees)) else str
             """Writes the id of a call."""
+            self._guard = Guard(control_tokens(added, trees, self.mentions), removed_texts(trees))
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template is not valid Jinja (line {error.lineno}): {error}"
@@ -111,8 +125,14 @@ class ChatTemplate:
             raise TemplateError(f"no chat template is called {_DEFAULT!r}")
 
     @classmethod
-    def read(cls, folder: Folder) -> "ChatTemplate | None":
+    def read(
+        cls, folder: Folder, added: Mapping[str, bool] = MappingProxyType({})
+    ) -> "ChatTemplate | None":
         """Read the template of a tokenizer's folder; None: it has none, as that of a base model.
+
+        Args:
+            folder: with a template.
+            added: of the folder's tokenizer.
 
         Raises:
             TemplateError: it has one that cannot be used.
@@ -121,17 +141,17 @@ class ChatTemplate:
         tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
         file = folder / _TEMPLATE_FILE
         if file.is_file():
-            return cls({_DEFAULT: file.read_text(encoding="utf-8")}, tokens)
+            return cls({_DEFAULT: file.read_text(encoding="utf-8")}, tokens, added)
         match config.get("chat_template"):
             case str(text):
-                return cls({_DEFAULT: text}, tokens)
+                return cls({_DEFAULT: text}, tokens, added)
             case list(named):
-                return cls({each["name"]: each["template"] for each in named}, tokens)
+                return cls({each["name"]: each["template"] for each in named}, tokens, added)
             case None:
                 return None
         raise TemplateError(f"{folder / _CONFIG_FILE}: its chat_template is no text")
 
-    def render(self, conversation: Conversation, *, answer_next: bool = True) -> str:
+    def render(self, conversation: Conversation, *, answer_next: bool = True, guarded: bool = False) -> str:
         """Return the prompt for the assistant's next message, or the last one's continuation.
 
         A conversation whose last message is the assistant's is rendered up to the end of its text: what the
@@ -140,6 +160,8 @@ class ChatTemplate:
         Args:
             conversation: whose messages it writes; tools are offered unless their choice is `none`.
             answer_next: false: the messages alone, each with its end.
+            guarded: control tokens in the texts of messages are guarded (`gateway.chat.guards`): it is for
+                `Vocabulary.encode_guarded`, and nobody else.
 
         Raises:
             InvalidRequestError: the template refuses the conversation, or cannot express it.
@@ -155,9 +177,10 @@ class ChatTemplate:
         *others, last = conversation.messages
         continues = answer_next and last.role == "assistant" and not last.calls
         shown = replace(last, content=last.content + _CONTINUED) if continues else last
-        messages = [self._document(message) for message in (*others, shown)]
+        guard = self._guard if guarded else _as_it_is
+        messages = [self._document(message, guard) for message in (*others, shown)]
         offer = conversation.offer
-        tools = _tools(offer) if offer is not None and offer.choice != "none" else None
+        tools = guard(_tools(offer)) if offer is not None and offer.choice != "none" else None
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
         try:
             text = self._templates[name].render(
@@ -166,14 +189,15 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=answer_next and not continues,
                 **self._tokens,
-                **conversation.switches,
+                **guard(conversation.switches),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _REFUSALS as error:
             # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's.
             for rearrange in (_system_first, _one_by_one):
                 rearranged = rearrange(conversation.messages)
                 if len(rearranged) != len(conversation.messages):
-                    return self.render(replace(conversation, messages=rearranged), answer_next=answer_next)
+                    changed = replace(conversation, messages=rearranged)
+                    return self.render(changed, answer_next=answer_next, guarded=guarded)
             raise InvalidRequestError(
                 f"the model's chat template does not take this conversation: {error}", param="messages"
             ) from None
@@ -183,23 +207,23 @@ class ChatTemplate:
         """Whether a template writes or looks for `text`."""
         return any(text in source for source in self.sources.values())
 
-    def _document(self, message: Message) -> dict[str, Any]:
+    def _document(self, message: Message, guard: Callable[[Any], Any]) -> dict[str, Any]:
         """Return a message as templates expect it: OpenAI's form, with a call's arguments as an object."""
         content = _parts(message) if self._lists or message.images else message.content
-        document: dict[str, Any] = {"role": message.role, "content": content}
+        document: dict[str, Any] = {"role": message.role, "content": guard(content)}
         if message.calls:
             document["tool_calls"] = [
                 {
-                    "id": self._id_of(call.id),
+                    "id": guard(self._id_of(call.id)),
                     "type": "function",
-                    "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                    "function": {"name": guard(call.name), "arguments": _arguments(call.arguments, guard)},
                 }
                 for call in message.calls
             ]
         if message.reasoning:
-            document.update(dict.fromkeys(_OF_MESSAGES, message.reasoning))
+            document.update(dict.fromkeys(_OF_MESSAGES, guard(message.reasoning)))
         if message.answers is not None:
-            document["tool_call_id"] = self._id_of(message.answers)
+            document["tool_call_id"] = guard(self._id_of(message.answers))
         return document
 
 
@@ -291,10 +315,14 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, _Unread) else do_items(value)
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str, guard: Callable[[Any], Any]) -> Any:
     """Return arguments as an object, if they are one."""
     arguments = read_json(text)
-    return _Unread(text) if arguments is None else _Arguments(text, arguments)
+    return _Unread(guard(text)) if arguments is None else _Arguments(guard(text), guard(arguments))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _system_first(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -357,9 +385,10 @@ def _to_json(
     sort_keys: bool = False,  # noqa: FBT001, FBT002 - as above
 ) -> str:
     """Return JSON without the escapes for HTML that Jinja's own filter makes."""
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return unescaped(text) if ensure_ascii else text
 
 
 def _refuse(message: str) -> NoReturn:

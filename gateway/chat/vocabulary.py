@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer, normalizers
 from tokenizers.decoders import DecodeStream
 
+from gateway.chat.guards import GUARD
 from gateway.chat.templates import Folder, read_config, text_of
 
 _FILE: Final = "tokenizer.json"
@@ -28,6 +29,7 @@ class Vocabulary:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._guarded = _dropping_guards(tokenizer)
         self.ends = tuple(ends)
         """The ids that end an answer, first the one that the tokenizer calls so; empty: it names none."""
         self.pad = pad if pad is not None or not ends else ends[0]
@@ -71,6 +73,11 @@ class Vocabulary:
         """
         return list(self._encoded(text, special=not rendered).ids)
 
+    def encode_guarded(self, text: str) -> list[int]:
+        """Return the ids of what a template wrote, with guards within what is to be no control token."""
+        (encoded,) = self._guarded.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoded.ids)
+
     def count(self, text: str) -> int:
         """Return the number of tokens of an answer's text, without any that are added."""
         return len(self._encoded(text, special=False))
@@ -92,8 +99,11 @@ class Vocabulary:
 
     def special(self) -> frozenset[str]:
         """Return the texts of special tokens, which backends leave out of an answer unless told otherwise."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+        return frozenset(text for text, special in self.added().items() if special)
+
+    def added(self) -> dict[str, bool]:
+        """Return the texts that are tokens wherever they stand, and whether these are special."""
+        return {token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""
@@ -127,6 +137,42 @@ class TextStream:
         """Return what stands for a character that never became whole; empty: there is none."""
         held, self._held = self._held, []
         return self._tokenizer.decode(held, skip_special_tokens=not self._special)
+
+
+def _dropping_guards(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the same tokenizer, of the same vocabulary in memory, which drops `GUARD` from texts.
+
+    Added tokens are looked for in the text as it came, then its normalizer runs, and that drops the guards:
+    what they stood within is split and merged as other text is. Tokenizers may look for some of these tokens
+    only in what the normalizer leaves, where no guard is, and where it may have made such a token of other
+    text. Here these come first, too, but for tags that the normalizer would change, as one does that puts a
+    space before each: they are found where they were.
+    """
+    made, drop = Tokenizer(tokenizer.model), normalizers.Replace(GUARD, "")
+    own = tokenizer.normalizer
+    made.normalizer = drop if own is None else normalizers.Sequence([drop, own])
+    if tokenizer.pre_tokenizer is not None:
+        made.pre_tokenizer = tokenizer.pre_tokenizer
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+
+    def is_late(token: AddedToken) -> bool:
+        changes = own is not None and own.normalize_str(token.content) != token.content
+        return bool(token.normalized) and not token.special and changes
+
+    made.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=is_late(token),
+                special=token.special,
+            )
+            for _, token in added
+        ]
+    )
+    return made
 
 
 def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:

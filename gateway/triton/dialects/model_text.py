@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from gateway.chat.guards import unguarded
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CallStyle, style_of
 from gateway.chat.templates import ChatTemplate, Folder, TemplateError
@@ -74,7 +75,8 @@ class ModelText:
             VocabularyError: it has no tokenizer that can be used.
             TemplateError: it has a template that cannot.
         """
-        template, vocabulary = ChatTemplate.read(folder), Vocabulary.read(folder)
+        vocabulary = Vocabulary.read(folder)
+        template = ChatTemplate.read(folder, vocabulary.added())
         if template is None:
             return cls(vocabulary=vocabulary, special=vocabulary.special())
         marks = next((each for each in MARKS if template.mentions(each[1])), None)
@@ -155,8 +157,8 @@ class ModelText:
             "The model's backend takes prompts as text only.", param=field_name or "prompt"
         )
 
-    def written(self, prompt: Conversation, *, answer_next: bool = True) -> str:
-        """Return a conversation as the model's template writes it.
+    def written(self, prompt: Conversation, *, answer_next: bool = True, guarded: bool = False) -> str:
+        """Return a conversation as the model's template writes it; `guarded` as in `ChatTemplate.render`.
 
         Raises:
             InvalidRequestError: there is no template, or it cannot express the conversation.
@@ -171,16 +173,23 @@ class ModelText:
                 "The model's backend cannot be made to call a tool; auto and none can be chosen.",
                 param=offer.choice_field,
             )
-        return self.template.render(prompt, answer_next=answer_next)
+        return self.template.render(prompt, answer_next=answer_next, guarded=guarded)
 
     def encoded(self, prompt: Prompt, field_name: str | None = None) -> RenderedPrompt:
         """Return a prompt with its ids; a template writes the beginning of all text itself.
 
+        Control tokens in a text are the caller's own; in the messages of a conversation, they are text.
+
         Raises:
             InvalidRequestError: the model takes no such prompt.
         """
-        text = self.written(prompt) if isinstance(prompt, Conversation) else self.text(prompt, field_name)
-        ids = self.required_vocabulary().encode(text, rendered=isinstance(prompt, Conversation))
+        vocabulary = self.required_vocabulary()
+        if isinstance(prompt, Conversation):
+            guarded = self.written(prompt, guarded=True)
+            text, ids = unguarded(guarded), vocabulary.encode_guarded(guarded)
+        else:
+            text = self.text(prompt, field_name)
+            ids = vocabulary.encode(text, rendered=False)
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
     def required_vocabulary(self) -> Vocabulary:
@@ -208,9 +217,12 @@ class ModelText:
                 "The gateway has no tokenizer of this model: set `tokenizers`.", param="model"
             )
         prompt = tokenization.prompt
-        if isinstance(prompt, Conversation):
-            write = self.written if exact else self.text
-            ids = self.vocabulary.encode(write(prompt, answer_next=tokenization.answer_next), rendered=exact)
+        if isinstance(prompt, Conversation) and exact:
+            written = self.written(prompt, answer_next=tokenization.answer_next, guarded=True)
+            ids = self.vocabulary.encode_guarded(written)
+        elif isinstance(prompt, Conversation):
+            text = self.text(prompt, answer_next=tokenization.answer_next)
+            ids = self.vocabulary.encode(text, rendered=False)
         elif isinstance(prompt, PlainText):
             ids = self.vocabulary.encode(prompt.text, rendered=not tokenization.prefix)
         else:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from transformers import PreTrainedTokenizerFast
 
+from gateway.chat.guards import GUARD
 from gateway.chat.marked import THINK
 from gateway.chat.styles import STYLES
 from gateway.chat.templates import ChatTemplate
@@ -32,6 +34,7 @@ from gateway.triton.dialects.base import ModelReport
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, text_of_archive
 from gateway.triton.dialects.text_answer import News, TextAnswer
+from tests import template_checkpoint
 from tests.e2e.foreign_server import write_tokenizer
 from tests.gateway.triton.dialects.test_text_answer import by_character
 
@@ -306,3 +309,39 @@ async def test_a_grammar_excludes_reasoning_and_calls(
         await dialect.prepare(asked, ModelReport())
     assert refused.value.param == "text.format"
     assert await dialect.prepare(structs.replace(asked, grammar=None), ModelReport())
+
+
+def test_what_is_counted_and_shown_is_what_is_sent(tmp_path: Path) -> None:
+    """Control tokens that a message holds are text, and what keeps them from being tokens is not seen."""
+    template_checkpoint.write_tokenizer(tmp_path)
+    found = ModelText.read(tmp_path)
+    prompt = talk("a<|im_end|>b")
+    sent = found.encoded(prompt)
+    asked = Tokenization(request_id="r", model="m", prompt=prompt, deadline=0, strings=True)
+    tokens = found.tokens(asked, exact=True)
+    assert (tuple(tokens.ids), len(tokens.ids)) == (sent.ids, sent.tokens)
+    assert sent.text == "<|im_start|>user\na<|im_end|>b<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens.strings is not None
+    assert "user\na<|im_end|>b" in "".join(tokens.strings)
+    assert GUARD not in "".join(tokens.strings) + sent.text
+
+
+def test_a_completion_is_encoded_as_it_is(tmp_path: Path) -> None:
+    template_checkpoint.write_tokenizer(tmp_path)
+    found = ModelText.read(tmp_path)
+    prompt = PlainText(f"a<|im_end|>{GUARD}")
+    asked = Tokenization(request_id="r", model="m", prompt=prompt, deadline=0)
+    ids = found.tokens(asked, exact=True).ids
+    assert found.vocabulary is not None
+    assert ids[1] == found.vocabulary.ends[0]
+    assert found.vocabulary.decode(ids) == f"a{GUARD}"
+    assert found.encoded(prompt).ids == tuple(ids)
+
+
+@pytest.mark.parametrize("text", ["the café", "<b>the</b> <|im_", "<think>the</think>\n", "  \n\t你好 🙂"])
+def test_ids_of_a_conversation_are_those_of_transformers(tmp_path: Path, text: str) -> None:
+    template_checkpoint.write_tokenizer(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    said = [{"role": "user", "content": text}]
+    ids = theirs.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+    assert list(ModelText.read(tmp_path).encoded(talk(text)).ids) == ids
