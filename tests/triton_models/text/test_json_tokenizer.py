@@ -9,7 +9,9 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from gateway.chat.vocabulary import Vocabulary
 from tests.gil import turns_during
 from tests.template_checkpoint import ANSWER, SPECIAL, write_tokenizer
 from triton_models.errors import CheckpointError, LibraryPanicError, TextError
@@ -145,6 +147,32 @@ def test_what_begins_every_text_may_also_end_an_answer(tmp_path: Path) -> None:
         special = [(name, made.token_to_id(name)) for name in ("</s>", "<s>")]
         made.post_processor = TemplateProcessing(single=template, special_tokens=special)
         assert saved(made, tmp_path).begin_ids == begin_ids
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
+)
+@pytest.mark.parametrize("written", [None, "$A", "<s> $A"])
+def test_every_text_begins_as_transformers_has_it(
+    tmp_path: Path, kind: str, flags: dict[str, bool], written: str | None
+) -> None:
+    """Which is what tokenizer.json says: since its version 5, `add_bos_token` beside that is not read."""
+    made = Tokenizer(BPE(BLOCKS, [], byte_fallback=True))
+    made.decoder = decoders.ByteFallback()
+    made.add_special_tokens(["</s>", "<s>"])
+    if written is not None:
+        made.post_processor = TemplateProcessing(
+            single=written, special_tokens=[("<s>", 261)] if "<s>" in written else []
+        )
+    config = {"tokenizer_class": kind, "bos_token": "<s>", "eos_token": "</s>", **flags}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    begin_ids = saved(made, tmp_path).begin_ids
+    theirs = AutoTokenizer.from_pretrained(tmp_path).encode("h")
+    assert begin_ids == [each for each in theirs if each in (260, 261)]
+    vocabulary = Vocabulary.read(tmp_path)
+    ids = vocabulary.encode("h", rendered=False)
+    assert ids == [*begin_ids, *vocabulary.encode("h", rendered=True)]
 
 
 def saved(made: Tokenizer, folder: Path) -> JsonTokenizer:
