@@ -9,7 +9,7 @@ RUN python -m venv /opt/gateway
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY wire wire
 COPY gateway gateway
-RUN /opt/gateway/bin/pip install --constraint constraints.txt '.[templates,tracing]' \
+RUN /opt/gateway/bin/pip install --constraint constraints.txt '.[tracing]' \
     && /opt/gateway/bin/pip uninstall --yes pip
 
 FROM python:${PYTHON}

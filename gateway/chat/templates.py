@@ -125,9 +125,7 @@ class ChatTemplate:
             raise TemplateError(f"no chat template is called {_DEFAULT!r}")
 
     @classmethod
-    def read(
-        cls, folder: Folder, added: Mapping[str, bool] = MappingProxyType({})
-    ) -> "ChatTemplate | None":
+    def read(cls, folder: Folder, added: Mapping[str, bool] = MappingProxyType({})) -> "ChatTemplate | None":
         """Read the template of a tokenizer's folder; None: it has none, as that of a base model.
 
         Args:

@@ -140,7 +140,7 @@ class Settings(BaseSettings):
         (),
         description="folders with the tokenizer.json and the chat template of models that send none (vLLM, "
         "TensorRT-LLM), or in place of those that our engine sends, for all or as NAME=FOLDER, "
-        "comma-separated; needs the extra `templates`",
+        "comma-separated",
     )
     adapters: Adapters = Field(
         (),
