@@ -449,7 +449,8 @@ def leave(status: int) -> NoReturn:
     may abort the process. Nothing is left that needs that end.
     """
     if any(thread.name == _IMPORTING for thread in threading.enumerate()):
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 

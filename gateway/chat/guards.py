@@ -1,4 +1,4 @@
-"""Texts of messages within a rendered prompt: what a user types is never a control token.
+"""Texts of messages within a rendered prompt: what a user types is never a control token (divergence 20).
 
 A chat template writes the structure of a conversation and the texts of its messages into one text, in which
 the tokenizer then finds control tokens, such as `<|im_end|>`, wherever they stand. In a message such a text
@@ -7,7 +7,8 @@ the tokenizer, which looks for whole tokens, does not find it. `Vocabulary.encod
 once it has looked, and what remains is encoded as any other text.
 
 The guard is a noncharacter of Unicode, which is no text. Where a message has one itself, U+FFFD takes its
-place, as the standard advises (chapter 23.7).
+place, as the standard advises (chapter 23.7). Texts between which an image stands are guarded each by itself:
+no model whose ids the gateway makes takes images.
 """
 
 import re
@@ -26,8 +27,8 @@ _NEVER: Final = r"(?!)"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\ufdd0")
 """A guard as Python and JSON write it in ASCII; backslashes of the text itself come in pairs there."""
 _TAG = re.compile(r"</?[\w:]+>")
-_MARK = re.compile(r"\W.*\W", re.DOTALL)
-"""A token in brackets of some kind, as opposed to a word."""
+_MARK = re.compile(r"\W.*\w.*\W", re.DOTALL)
+"""A word in brackets of some kind, as opposed to one without, or to white space."""
 _REASONING: Final = frozenset(mark for pair in MARKS for mark in pair)
 _REPLACE: Final = "replace"
 _SEARCHES: Final = frozenset(
@@ -120,8 +121,13 @@ def control_tokens(
     return [
         token
         for token, special in added.items()
-        if token not in words | _REASONING and (special or (mentions(token) and not _TAG.fullmatch(token)))
+        if token not in words | _REASONING and (special or (is_mark(token) and mentions(token)))
     ]
+
+
+def is_mark(token: str) -> bool:
+    """Return whether a token that is not special may be the structure of a conversation."""
+    return _MARK.fullmatch(token) is not None and not _TAG.fullmatch(token)
 
 
 def removed_texts(trees: Iterable[nodes.Template]) -> frozenset[str]:

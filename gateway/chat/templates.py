@@ -41,7 +41,7 @@ _IMAGE: Final = "image"
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REFUSALS: Final = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError),
-    RecursionError,  # of a switch that is nested too deeply
+    RecursionError,  # of a switch, arguments or a tool that are nested too deeply
 )
 """What a template raises that cannot express a conversation."""
 _CONTINUED: Final = "\ue000\t"
@@ -176,14 +176,13 @@ class ChatTemplate:
         continues = answer_next and last.role == "assistant" and not last.calls
         shown = replace(last, content=last.content + _CONTINUED) if continues else last
         guard = self._guard if guarded else _as_it_is
-        messages = [self._document(message, guard) for message in (*others, shown)]
         offer = conversation.offer
-        tools = guard(_tools(offer)) if offer is not None and offer.choice != "none" else None
+        tools = _tools(offer) if offer is not None and offer.choice != "none" else None
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
         try:
             text = self._templates[name].render(
-                messages=messages,
-                tools=tools,
+                messages=[self._document(message, guard) for message in (*others, shown)],
+                tools=guard(tools),
                 documents=None,
                 add_generation_prompt=answer_next and not continues,
                 **self._tokens,
@@ -287,6 +286,9 @@ class _Unread(str):
     """Arguments that are no object: the text that the model wrote; a pair, where a template wants pairs."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return unescaped(super().__repr__())
 
     def items(self) -> list[tuple[str, str]]:
         """Return the text as if it were an argument."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 from tokenizers import AddedToken, Encoding, Tokenizer, normalizers
 from tokenizers.decoders import DecodeStream
 
-from gateway.chat.guards import GUARD
+from gateway.chat.guards import GUARD, is_mark
 from gateway.chat.templates import Folder, read_config, text_of
 
 _FILE: Final = "tokenizer.json"
@@ -145,8 +145,8 @@ def _dropping_guards(tokenizer: Tokenizer) -> Tokenizer:
     Added tokens are looked for in the text as it came, then its normalizer runs, and that drops the guards:
     what they stood within is split and merged as other text is. Tokenizers may look for some of these tokens
     only in what the normalizer leaves, where no guard is, and where it may have made such a token of other
-    text. Here these come first, too, but for tags that the normalizer would change, as one does that puts a
-    space before each: they are found where they were.
+    text. Here those that may be control tokens come first, too, but for marks that the normalizer would
+    change, as one does that puts a space before each: they are found where they were, as are all others.
     """
     made, drop = Tokenizer(tokenizer.model), normalizers.Replace(GUARD, "")
     own = tokenizer.normalizer
@@ -157,7 +157,7 @@ def _dropping_guards(tokenizer: Tokenizer) -> Tokenizer:
 
     def is_late(token: AddedToken) -> bool:
         changes = own is not None and own.normalize_str(token.content) != token.content
-        return bool(token.normalized) and not token.special and changes
+        return bool(token.normalized) and not token.special and (changes or not is_mark(token.content))
 
     made.add_tokens(
         [

@@ -75,6 +75,13 @@ def unable(replicas: Sequence["Replica"]) -> TritonError:
     return TritonError(fault, reasons or "no Triton with the model is known")
 
 
+def _loaded_anew(before: ModelReport | None, now: ModelReport) -> bool:
+    """Return whether the model was loaded between two reports, and so perhaps has another tokenizer."""
+    if before is None or before.begun is None or now.begun is None:
+        return False
+    return now.begun < before.begun
+
+
 class Replica:
     """One model on one Triton; run `watch`, its health loop, as a task.
 
@@ -278,6 +285,8 @@ class Replica:
             probe = dialect.probe
             responses = await self.client.infer(probe.request(self.model), deadline=deadline)
             report = probe.read(responses)
+            if _loaded_anew(self.report, report):
+                dialect = await self._find_dialect()
             if report.chat_format is None and dialect.tokenizer_files is not None:
                 dialect = await self._with_tokenizer(dialect, dialect.tokenizer_files)
                 report = (dialect.probe or probe).read(responses)

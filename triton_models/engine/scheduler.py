@@ -282,7 +282,8 @@ class Scheduler:
             return budget
         most = rows
         for each in self._next_prompts():
-            most += len(each.tokens) - each.computed
+            if not each.request.logits and each.request.since is None:  # as in `_plan`
+                most += len(each.tokens) - each.computed
             if most > budget:
                 break
         best = self._times.best(rows, min(most, budget), rest=most > budget)

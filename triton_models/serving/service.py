@@ -379,7 +379,7 @@ class Service:
             self._sender.refuse(call, *refusal(error))
 
     def _send_files(self, call: Call) -> None:
-        """Send the tokenizer's files in parts, between which the sender does what others posted.
+        """Send the tokenizer's files, in parts of `FILES_PART`.
 
         Raises:
             InvalidRequestError: the model's conversations are written here.

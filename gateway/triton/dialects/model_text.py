@@ -1,6 +1,7 @@
 """How the conversations of a model without a tokenizer of its own read: prompts as text, and their tokens."""
 
 import io
+import threading
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtoco
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
 _ARCHIVES: Final = 16
 """So many tokenizers that models send are kept; more are read anew where a model comes back."""
+_one_at_a_time = threading.Lock()
 _ARCHIVE_BYTES: Final = 2**28
 """Most that an archive may hold: a tokenizer.json has up to 40 MiB."""
 
@@ -236,22 +238,32 @@ class ModelText:
         return [self.vocabulary.decode([each]) for each in ids]
 
 
-@lru_cache(_ARCHIVES)
 def text_of_archive(archive: bytes) -> ModelText:
-    """Return what the zip archive of a tokenizer's folder says.
+    """Return what the zip archive of a tokenizer's folder says: the same object for equal archives.
+
+    A large tokenizer takes a second to read, for which the library keeps the interpreter to itself.
 
     Raises:
         UpstreamProtocolError: it is none, or its tokenizer or template cannot be used.
     """
     try:
-        files = zipfile.ZipFile(io.BytesIO(archive))
-        files.filename = "the archive"  # for messages: it has none
-        size = sum(each.file_size for each in files.infolist())
-        if size > _ARCHIVE_BYTES:
-            raise UpstreamProtocolError(f"the tokenizer's files have {size} bytes")
-        return ModelText.read(zipfile.Path(files))
-    except (VocabularyError, TemplateError, zipfile.BadZipFile, NotImplementedError) as error:
+        with _one_at_a_time:  # so that replicas that come together have it read once
+            return _read_archive(archive)
+    except (VocabularyError, TemplateError) as error:
         raise UpstreamProtocolError(f"the tokenizer that the model sends: {error}") from None
+    except Exception as error:  # noqa: BLE001 - the files may be anything
+        reason = f"{type(error).__name__}: {error}"
+        raise UpstreamProtocolError(f"the tokenizer that the model sends cannot be read: {reason}") from None
+
+
+@lru_cache(_ARCHIVES)
+def _read_archive(archive: bytes) -> ModelText:
+    files = zipfile.ZipFile(io.BytesIO(archive))
+    files.filename = "the archive"  # for messages: it has none
+    size = sum(each.file_size for each in files.infolist())
+    if size > _ARCHIVE_BYTES:
+        raise VocabularyError(f"its files have {size} bytes")
+    return ModelText.read(zipfile.Path(files))
 
 
 def no_template() -> NoTemplateError:

@@ -96,6 +96,13 @@ def test_what_is_special_or_written_by_the_template_is_control() -> None:
     assert controls(template, special=("<s>", "<unk>"), others=others) == ["<s>", "<unk>", "<｜User｜>"]
 
 
+def test_white_space_and_words_of_the_language_are_no_control_tokens() -> None:
+    """As Gemma's and GPT-NeoX's added tokens, which indented templates have everywhere."""
+    template = "{% if messages %}\n\n    {{ '\n\n' }}```{{ 'a' }}    {% endif %}<｜User｜>"
+    others = ("\n\n", "    ", "if", "```", "<｜User｜>")
+    assert controls(template, others=others) == ["<｜User｜>"]
+
+
 @pytest.mark.parametrize(
     "search",
     [

@@ -184,6 +184,25 @@ def test_a_switch_that_is_nested_too_deeply_is_the_clients_error() -> None:
             ChatTemplate({"default": template}, {}).render(talk, guarded=guarded)
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_arguments_that_are_nested_too_deeply_are_the_clients_error(guarded: bool) -> None:
+    arguments = '{"a":' * 900 + "1" + "}" * 900
+    call = PastCall(id="1", name="f", arguments=arguments)
+    talk = Conversation((Message(role="assistant", content="", calls=(call,)),))
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}" * guarded
+    template += "{% macro deep(value) %}{{ deep(value) }}{% endmacro %}{{ deep(1) }}" * (not guarded)
+    with pytest.raises(InvalidRequestError, match="does not take this conversation"):
+        ChatTemplate({"default": template}, {}, {"<s>": True}).render(talk, guarded=guarded)
+
+
+def test_a_list_with_arguments_that_are_no_json_is_printed_with_its_guards() -> None:
+    call = PastCall(id="1", name="f", arguments="{<s>")
+    talk = Conversation((Message(role="assistant", content="", calls=(call,)),))
+    template = "{{ [messages[0].tool_calls[0].function.arguments] }}"
+    text = ChatTemplate({"default": template}, {}, {"<s>": True}).render(talk, guarded=True)
+    assert text == f"['{{<{GUARD}s>']"
+
+
 def test_calls_that_are_no_json_stay_as_written() -> None:
     talk = Conversation(
         (Message(role="assistant", content="", calls=(PastCall(id="1", name="f", arguments="{broken"),)),)

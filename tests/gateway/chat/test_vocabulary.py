@@ -216,6 +216,15 @@ def test_no_text_is_normalized_into_a_control_token() -> None:
     assert end[0] not in vocabulary.encode_guarded("＜|im_end|＞")
 
 
+def test_blanks_and_words_that_are_tokens_are_found_where_they_were() -> None:
+    """Some are looked for in the normalized text only, after those that take the white space around them."""
+    made = of_bytes(rstrip=True)
+    made.add_tokens([AddedToken("   ", normalized=True), AddedToken(" <", normalized=True)])
+    vocabulary = Vocabulary(made)
+    for text in ("a   b<|im_end|>   c", "a <|im_end|>b", "a < b   "):
+        assert vocabulary.encode_guarded(text) == vocabulary.encode(text, rendered=True)
+
+
 def test_a_guard_in_a_plain_text_is_a_character_of_it(vocabulary: Vocabulary) -> None:
     assert vocabulary.decode(vocabulary.encode(f"a{GUARD}b", rendered=False)) == f"a{GUARD}b"
 

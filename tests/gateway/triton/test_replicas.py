@@ -89,6 +89,23 @@ async def test_a_template_comes_with_its_model(triton: Any, fast: HealthPolicy, 
         assert triton.model.asked_for_files == 1
 
 
+async def test_a_model_that_was_loaded_anew_meanwhile_is_asked_again(
+    triton: Any, fast: HealthPolicy, tmp_path: Path
+) -> None:
+    """Triton may replace a model without a moment at which it is not ready."""
+    templated(triton, tmp_path)
+    triton.model.begun = 5
+    async with watched(triton, fast) as replica:
+        await becomes(replica, ReplicaState.READY)
+        triton.model.begun = 0
+        await until(lambda: triton.model.asked_for_files == 2)
+        before = triton.model.probes
+        await until(lambda: triton.model.probes > before + 3)
+        assert replica.state is ReplicaState.READY
+        assert await chat_of(replica)
+    assert triton.model.asked_for_files == 2
+
+
 async def test_a_tokenizer_that_is_set_is_preferred(triton: Any, fast: HealthPolicy, tmp_path: Path) -> None:
     templated(triton, tmp_path)
     async with watched(triton, fast, f"m={tmp_path}") as replica:

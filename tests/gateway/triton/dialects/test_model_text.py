@@ -3,7 +3,10 @@
 import asyncio
 import io
 import threading
+import time
 import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,11 +240,12 @@ def test_a_template_gives_away_how_reasoning_is_marked(tmp_path: Path) -> None:
     assert not ModelText.read(tmp_path / "tokenizer").thinks
 
 
-def archive(files: dict[str, str]) -> bytes:
+def archive(files: Mapping[str, str | bytes | None]) -> bytes:
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as made:
         for name, text in files.items():
-            made.writestr(name, text)
+            if text is not None:
+                made.writestr(name, text)
     return written.getvalue()
 
 
@@ -256,17 +260,47 @@ def test_an_archive_is_read_as_its_folder_is(tmp_path: Path) -> None:
     assert text_of_archive(archive(files)) is found  # another replica's
 
 
+def test_replicas_that_come_together_have_their_archive_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    files = {each.name: each.read_text() for each in (tmp_path / "tokenizer").iterdir()}
+    sent = archive(files | {"generation_config.json": '{"eos_token_id": 7}'})
+    read, together = ModelText.read, threading.Barrier(4)
+    reads = []
+
+    def slow(folder: Any) -> ModelText:
+        reads.append(folder)
+        time.sleep(0.1)
+        return read(folder)
+
+    def ask() -> ModelText:
+        together.wait()
+        return text_of_archive(sent)
+
+    monkeypatch.setattr(ModelText, "read", slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = [asked.result() for asked in [pool.submit(ask) for _ in range(4)]]
+    assert len(reads) == 1
+    assert all(each is found[0] for each in found)
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
         ({"tokenizer.json": "{}"}, "the archive/tokenizer.json is not a tokenizer"),
         ({"tokenizer_config.json": "["}, "the archive/tokenizer_config.json cannot be read"),
         ({"chat_template.jinja": "{% if %}"}, "not valid Jinja"),
+        ({"chat_template.jinja": b"\xff"}, "UnicodeDecodeError"),
+        (
+            {"chat_template.jinja": None, "tokenizer_config.json": '{"chat_template": [{}]}'},
+            "KeyError: 'name'",
+        ),
         ({"generation_config.json": " " * 2**20}, "files have .* bytes"),
     ],
 )
 def test_an_archive_that_cannot_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | bytes | None], why: str
 ) -> None:
     monkeypatch.setattr(model_text, "_ARCHIVE_BYTES", 2**20)
     write_tokenizer(tmp_path / "tokenizer")
