@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import httpx
@@ -23,6 +24,8 @@ _INTERVAL_S = 0.02
 START_S = 200.0
 """For whatever starts on a slow machine beside other tests: some twenty times what it takes on a free one."""
 _ANSWER_S = 20.0
+_STARTER = ThreadPoolExecutor(1, "starter")
+"""What is tied ends with the thread that started it: this one, whichever thread of a test asks for it."""
 
 
 def alive(process: psutil.Process | int) -> bool:
@@ -93,14 +96,16 @@ class Command:
     def __init__(self, *words: object, env: Mapping[str, str] | None = None) -> None:
         self.output = ""
         """What it has written so far, errors included."""
-        self.process = subprocess.Popen(
-            tied(*words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **SLOW_MODELS, **(env or {})},
-            start_new_session=True,
-        )
+        self.process = _STARTER.submit(
+            lambda: subprocess.Popen(
+                tied(*words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **SLOW_MODELS, **(env or {})},
+                start_new_session=True,
+            )
+        ).result()
         self._known: dict[int, psutil.Process] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -1,8 +1,10 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
+import pytest
 
 from tests.processes import Command, alive, children_of, wait_ended
 
@@ -48,3 +50,19 @@ def test_what_a_command_left_to_nobody_is_ended_with_it() -> None:
     assert orphan not in {process.pid for process in command.tree()}
     command.close()
     assert not wait_ended([orphan], 20)
+
+
+def test_a_command_outlives_the_thread_that_asked_for_it() -> None:
+    """As where a server is started again on a thread of an event loop, which ends with its test."""
+    program = "import time; print('begun', flush=True); time.sleep(600)"
+
+    def begin() -> Command:
+        command = Command(sys.executable, "-c", program)
+        command.wait_for(lambda: "begun" in command.output)
+        return command
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(begin)
+    # The kernel would have told it by now: the thread has been joined.
+    with asked.result() as command, pytest.raises(subprocess.TimeoutExpired):
+        command.process.wait(0.5)

@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tied(*command: object) -> list[str]:
-    """Return `command` as one that does not outlive the main thread of this process."""
+    """Return `command` as one that does not outlive the thread that starts it."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *map(str, command)]
 
 
