@@ -258,9 +258,9 @@ class CapturedSteps:
         }
 
         sizes = prompt_sizes(largest)
-        most = sizes[-1]
-        rows = torch.tensor([spare, 0, -1], device=device).repeat_interleave(most)
-        tiles = torch.zeros(4 * tiles_in(most), dtype=torch.int64, device=device)
+        rows = torch.tensor([spare, 0, -1], device=device).repeat_interleave(sizes[-1])
+        # Smaller steps may have more of them, since theirs are smaller, too.
+        tiles = torch.zeros(4 * max(map(tiles_in, sizes)), dtype=torch.int64, device=device)
 
         def prompts(size: int) -> Tensor:
             padded_tiles = tiles[: 4 * tiles_in(size)].view(-1, 4)

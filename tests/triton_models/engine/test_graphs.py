@@ -107,6 +107,23 @@ def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.M
     assert layout.tiles.sum(1).tolist() == [12] * 20 + [0] * (len(layout.tiles) - 20)
 
 
+def test_a_small_step_may_have_more_tiles_than_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    do_again(monkeypatch)
+    step = Seen()
+    captured = CapturedSteps(
+        step, vocabulary=64, largest=96, most_tiles=lambda rows, chunks: chunks + (2 if rows == 96 else rows)
+    )
+    captured.capture()
+    step.steps.clear()
+    size = captured.size_for(30, 90)
+    assert size == (32, 96)
+    tokens, tiles = torch.full((3 * 32,), 1), torch.arange(4 * 96)
+    captured.prompts(tokens, tiles)
+    ((_, layout),) = step.steps
+    assert layout.tiles is not None
+    assert layout.tiles.flatten().tolist() == tiles.tolist()
+
+
 def test_steps_with_prompts_are_timed_at_each_size_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
