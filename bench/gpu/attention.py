@@ -38,23 +38,19 @@ from bench.gpu.attention_cases import (
 from bench.gpu.attention_setup import CHATGLM3, TINY, Setup
 from bench.gpu.report import Results, guarded, print_table
 from bench.gpu.timing import microseconds, terabytes_per_second
-from triton_models.engine.kernels.attention_decode import choose_splits
+from triton_models.engine.kernels.attention_decode import DecodePlan
 from triton_models.engine.kernels.attention_prefill import PrefillConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PROGRAMS_PER_SM = (1, 2, 4, 8)
-SPLITS = 4
-"""Beside prompts, as `plan_decode` has it."""
-LEAST = (1, 2, 4, 8)
-MIXED = (1 / 64, 1 / 8, 3 / 8, 3 / 4, 1)
-"""Of the rows of a captured step, how many are decodes."""
+EXTRA = (1 / 8, 1 / 4, 1 / 2, 2)
+"""Other numbers of extra programs, over those that the engine chooses."""
 
 
 def compile_all(setup: Setup) -> None:
     """Fill the compiler's cache from several processes, since each kernel keeps a core busy for seconds."""
-    kernels = [*setup.decode_configs, *setup.prefill_configs, None]
+    kernels = [*setup.decode_plans, *setup.prefill_configs, None]
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
         for kernel, outcome in [(each, pool.submit(compile_kernel, setup, each)) for each in kernels]:
             if outcome.exception() is not None:
@@ -64,7 +60,7 @@ def compile_all(setup: Setup) -> None:
 def check(setup: Setup, cache: Cache, results: Results) -> None:
     """Print each kernel's error against float64, or whether it equals the plain operation bitwise."""
     print("\nchecks (relative error by norms)")
-    for decode in setup.decode_configs:
+    for decode in setup.decode_plans:
         label = f"decode {decode.tile}/{decode.warps}/{decode.stages}"
         print(label, guarded(results, label, partial(check_decode, setup, cache, decode)))
     for prefill in setup.prefill_configs:
@@ -78,59 +74,44 @@ def time_launches(step: Decode | Prefill | Rotation, *constants: Any) -> float:
     return microseconds(step.launches(*constants), step.device)
 
 
-def time_decode(setup: Setup, cache: Cache, results: Results, sm_count: int, rate: float) -> None:
-    """Print the microseconds that one layer takes, by the number of splits and by kernel constants."""
-    first, *others = setup.decode_configs
-    columns = [(first, programs) for programs in PROGRAMS_PER_SM] + [(each, 1) for each in others]
-    names = [f"{each.tile}/{each.warps}/{each.stages} x{programs}" for each, programs in columns]
+def time_decode(setup: Setup, cache: Cache, results: Results, rate: float) -> None:
+    """Print the microseconds that one layer takes, by what the decodes are divided among.
+
+    First of equal lengths; then of different ones, as `bench.steady` has them, alone and beside prompts,
+    where the other rows of a captured step are none of decodes.
+    """
+    first, *others = setup.decode_plans
+    plans = [first, *(replace(first, extra=max(1, int(each * first.extra))) for each in EXTRA), *others]
     rows = []
+
+    def add(case: str, lengths: list[int]) -> None:
+        step, read = Decode(setup, cache, lengths), setup.token_bytes * sum(lengths)
+        times = [
+            guarded(results, f"decode {case} {plan_name(plan)}", partial(time_launches, step, plan))
+            for plan in plans
+        ]
+        rows.append([case, f"{read / rate / 1e6:.1f}", *times])
+
     for batch in setup.batches:
         for context in setup.contexts:
-            case = f"{batch} x {context}"
-            step = Decode(setup, cache, [context] * batch)
-            known: dict[tuple[object, int], str] = {}
-            row = [case, f"{setup.token_bytes * batch * context / rate / 1e6:.1f}"]
-            for name, (config, programs) in zip(names, columns, strict=True):
-                splits = choose_splits(
-                    batch, setup.kv_heads, sm_count, context, tile=config.tile, programs_per_sm=programs
-                )
-                if (config, splits) not in known:
-                    known[config, splits] = guarded(
-                        results, f"decode {case} {name}", partial(time_launches, step, config, splits)
-                    )
-                row.append(f"{known[config, splits]} ({splits})")
-            rows.append(row)
-    print_table(
-        "decode, us a layer (splits); columns: tile/warps/stages x programs per multiprocessor",
-        ["batch x context", "floor", *names],
-        rows,
-    )
-
-
-def time_mixed(setup: Setup, cache: Cache, results: Results, rate: float) -> None:
-    """Print the microseconds that one layer takes for decodes beside prompts, by the tiles of a program.
-
-    Lengths differ, as `bench.steady` has them, and the other rows of the captured step are none of decodes.
-    """
-    configs = [replace(each, least=least) for each in setup.decode_configs[:2] for least in LEAST]
-    names = [f"{each.tile}/{each.warps}/{each.stages}, {each.least}" for each in configs]
+            add(f"{batch} x {context}", [context] * batch)
     median, longest, most = setup.contexts[0], setup.contexts[-1], setup.batches[-1]
     dice = random.Random(0)  # noqa: S311 - a length is no secret
     drawn = [max(1, min(longest, round(median * dice.lognormvariate(0.0, 0.7)))) for _ in range(most)]
-    rows = []
-    for share in MIXED:
-        decodes = max(1, int(share * most))
-        step = Decode(setup, cache, drawn[:decodes] + [0] * (most - decodes))
-        row = [str(decodes), f"{setup.token_bytes * sum(drawn[:decodes]) / rate / 1e6:.1f}"]
-        for name, config in zip(names, configs, strict=True):
-            label = f"mixed {decodes} {name}"
-            row.append(guarded(results, label, partial(time_launches, step, config, SPLITS)))
-        rows.append(row)
+    for batch in setup.batches:
+        add(f"{batch} different", drawn[:batch])
+    for batch in setup.batches[:-1]:
+        add(f"{batch} different of {most}", drawn[:batch] + [0] * (most - batch))
     print_table(
-        f"decode beside prompts, us a layer, {SPLITS} splits; columns: tile/warps/stages, least tiles",
-        ["decodes", "floor", *names],
+        "decode, us a layer; columns: tile/warps/stages + extra programs of a KV head",
+        ["batch x context", "floor", *map(plan_name, plans)],
         rows,
     )
+
+
+def plan_name(plan: DecodePlan) -> str:
+    """Return what a column is called."""
+    return f"{plan.tile}/{plan.warps}/{plan.stages} +{plan.extra}"
 
 
 def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
@@ -188,7 +169,7 @@ def time_rotation(setup: Setup, cache: Cache, results: Results) -> None:
 
 @click.command()
 @click.option("--interpret", is_flag=True, help="tiny, on CPU, by Triton's interpreter")
-@click.option("--only", type=click.Choice(["check", "decode", "mixed", "prefill", "rotate"]), multiple=True)
+@click.option("--only", type=click.Choice(["check", "decode", "prefill", "rotate"]), multiple=True)
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="where to keep all figures")
 def main(*, interpret: bool, only: tuple[str, ...], output: Path | None) -> None:
     """Check the kernels against float64, then time them."""
@@ -197,18 +178,16 @@ def main(*, interpret: bool, only: tuple[str, ...], output: Path | None) -> None
     torch.manual_seed(0)
     results: Results = {}
     compile_all(setup)
-    sm_count, name, copied = 4, "interpreter", 2**20
+    name, copied = "interpreter", 2**20
     if not interpret:
-        properties = torch.cuda.get_device_properties(setup.device)
-        sm_count, name, copied = properties.multi_processor_count, properties.name, 2**31
+        name, copied = torch.cuda.get_device_properties(setup.device).name, 2**31
     rate = terabytes_per_second(setup.device, copied)
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, copy {rate:.2f} TB/s")
     blocks = max(setup.batches) * -(-max(setup.contexts) // setup.block_size) + 1
     cache = Cache(setup, max(blocks, 256))
     parts: dict[str, Callable[[], None]] = {
         "check": partial(check, setup, cache, results),
-        "decode": partial(time_decode, setup, cache, results, sm_count, rate),
-        "mixed": partial(time_mixed, setup, cache, results, rate),
+        "decode": partial(time_decode, setup, cache, results, rate),
         "prefill": partial(time_prefill, setup, cache, results),
         "rotate": partial(time_rotation, setup, cache, results),
     }

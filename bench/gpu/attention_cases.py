@@ -1,6 +1,7 @@
 """The data on which the attention kernels are checked and timed: a random paged cache, and steps over it."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,7 +9,12 @@ from torch import Tensor
 
 from bench.gpu.attention_setup import Setup
 from bench.gpu.timing import Launch
-from triton_models.engine.kernels.attention_decode import DecodeConfig, DecodeWorkspace, decode_attention
+from triton_models.engine.kernels.attention_decode import (
+    DecodePlan,
+    DecodeWorkspace,
+    decode_attention,
+    share_out,
+)
 from triton_models.engine.kernels.attention_prefill import (
     PrefillConfig,
     make_tiles,
@@ -83,18 +89,19 @@ class Decode:
         self._rows = [integers(setup, range(at * batch, (at + 1) * batch)) for at in range(self.sets)]
         self._lengths = integers(setup, lengths)
 
-    def launches(self, config: DecodeConfig, splits: int) -> list[Launch]:
-        """Return one launch per layer and set."""
+    def launches(self, plan: DecodePlan) -> list[Launch]:
+        """Return one launch per layer and set; what all layers share is made before them."""
         setup, cache = self._setup, self._cache
-        workspace = workspace_for(setup, self._shape[0]) if splits > 1 else None
+        workspace = workspace_for(setup, self._shape[0])
 
-        def launch(layer: int, rows: Tensor) -> None:
+        def launch(layer: int, items: Tensor) -> None:
             decode_attention(
-                self.queries, cache.keys[layer], cache.values[layer], self.tables, rows, self._lengths,
-                self.out, splits=splits, workspace=workspace, config=config,
+                self.queries, cache.keys[layer], cache.values[layer], self.tables, items, self.out,
+                plan=plan, workspace=workspace,
             )  # fmt: skip
 
-        return [partial(launch, layer, rows) for rows in self._rows for layer in range(setup.layers)]
+        shared = [share_out(self._lengths, rows, plan) for rows in self._rows]
+        return [partial(launch, layer, items) for items in shared for layer in range(setup.layers)]
 
 
 def workspace_for(setup: Setup, rows: int) -> DecodeWorkspace:
@@ -108,8 +115,8 @@ def workspace_for(setup: Setup, rows: int) -> DecodeWorkspace:
     )
 
 
-def check_decode(setup: Setup, cache: Cache, config: DecodeConfig) -> str:
-    """Compare with float64, and compare the results of different numbers of splits bitwise."""
+def check_decode(setup: Setup, cache: Cache, plan: DecodePlan) -> str:
+    """Compare with float64, and compare the results of different divisions bitwise."""
     longest = max(setup.contexts)
     lengths = [1, 15, 16, 17, 33, longest // 2 + 3, longest]
     step = Decode(setup, cache, lengths)
@@ -120,13 +127,13 @@ def check_decode(setup: Setup, cache: Cache, config: DecodeConfig) -> str:
         ]
     )
     errors, results = [], []
-    for splits in (1, 2, 3, 8, 32, 40):
+    for extra in (1, 2, 3, 8, 32, 200):
         step.out.fill_(torch.nan)
-        step.launches(config, splits)[0]()
+        step.launches(replace(plan, extra=extra))[0]()
         errors.append(error(step.out, expected))
         results.append(step.out.clone())
     same = all(torch.equal(each, results[0]) for each in results)
-    return f"error {max(errors):.2e}, bits {'equal' if same else 'DIFFER'} over splits"
+    return f"error {max(errors):.2e}, bits {'equal' if same else 'DIFFER'} however divided"
 
 
 class Prefill:
@@ -227,12 +234,11 @@ def check_rotation(setup: Setup, cache: Cache) -> str:
     return "bits equal" if right else "bits DIFFER"
 
 
-def compile_kernel(setup: Setup, what: DecodeConfig | PrefillConfig | None) -> None:
-    """Launch one kernel in every variant, on little data, to fill the compiler's cache."""
+def compile_kernel(setup: Setup, what: DecodePlan | PrefillConfig | None) -> None:
+    """Launch one kernel on little data, to fill the compiler's cache."""
     cache = Cache(setup, 64)
-    if isinstance(what, DecodeConfig):
-        for splits in (1, 2):
-            Decode(setup, cache, [20]).launches(what, splits)[0]()
+    if isinstance(what, DecodePlan):
+        Decode(setup, cache, [20]).launches(what)[0]()
     elif isinstance(what, PrefillConfig):
         Prefill(setup, cache, (1, 0, 20)).launches(what)[0]()
     else:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triton_models.engine.kernels.attention_decode import DecodeConfig
+from triton_models.engine.kernels.attention_decode import DecodePlan
 from triton_models.engine.kernels.attention_prefill import PrefillConfig
 
 
@@ -24,7 +24,7 @@ class Setup:
     prompts: tuple[tuple[int, int, int], ...]
     """For each case: number of sequences, earlier tokens of each, new tokens of each."""
     rotated: tuple[int, ...]
-    decode_configs: tuple[DecodeConfig, ...]
+    decode_plans: tuple[DecodePlan, ...]
     prefill_configs: tuple[PrefillConfig, ...]
     block_size: int = 64
     most_launches: int = 448
@@ -55,13 +55,11 @@ CHATGLM3 = Setup(
         (4, 3072, 256),
     ),
     rotated=(1, 32, 256, 2048),
-    decode_configs=(
-        DecodeConfig(tile=128, warps=4, stages=2),
-        DecodeConfig(tile=64, warps=2, stages=2),
-        DecodeConfig(tile=128, warps=4, stages=3),
-        DecodeConfig(tile=64, warps=4, stages=2),
-        DecodeConfig(tile=64, warps=4, stages=5),
-        DecodeConfig(tile=32, warps=1, stages=5),
+    decode_plans=(
+        DecodePlan(tile=128, warps=4, stages=2, extra=132),
+        DecodePlan(tile=64, warps=2, stages=2, extra=132),
+        DecodePlan(tile=64, warps=4, stages=2, extra=132),
+        DecodePlan(tile=128, warps=8, stages=2, extra=132),
     ),
     prefill_configs=(
         PrefillConfig(rows=64, keys=64, warps=4, stages=2),
@@ -84,7 +82,10 @@ TINY = replace(
     contexts=(40,),
     prompts=((1, 0, 20), (2, 17, 9)),
     rotated=(1, 5),
-    decode_configs=(DecodeConfig(tile=16, warps=4, stages=2), DecodeConfig(tile=32, warps=4, stages=2)),
+    decode_plans=(
+        DecodePlan(tile=16, warps=4, stages=2, extra=4),
+        DecodePlan(tile=32, warps=4, stages=2, extra=4),
+    ),
     prefill_configs=(
         PrefillConfig(rows=16, keys=16, warps=4, stages=2),
         PrefillConfig(rows=16, keys=16, warps=4, stages=2, in_blocks=True),

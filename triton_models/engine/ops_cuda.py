@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.blocks import KVCache
-from triton_models.engine.kernels.attention_decode import DecodeWorkspace, decode_attention, plan_decode
+from triton_models.engine.kernels.attention_decode import (
+    DecodeWorkspace,
+    decode_attention,
+    plan_decode,
+    share_out,
+)
 from triton_models.engine.kernels.attention_prefill import (
     make_tiles,
     prefill_attention,
@@ -46,9 +51,7 @@ class CudaOperations:
         self._cache = cache
         self._query_heads = model.query_heads
         self._kv_heads = kv.heads
-        self._head_dim = kv.head_dim
-        self._dtype = model.dtype
-        self._sm_count = _sm_count(model.device)
+        self._plan = plan_decode(kv.heads, kv.head_dim, model.dtype, sm_count=_sm_count(model.device))
         self._workspace = DecodeWorkspace(
             rows=rows,
             query_heads=model.query_heads,
@@ -63,21 +66,13 @@ class CudaOperations:
         self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
 
     def begin(self, layout: StepLayout) -> None:
-        """Choose how the step's decodes are divided among programs."""
+        """Divide the step's decodes among programs, as in all of its layers."""
         self._layout = layout
         self.positions = layout.positions
         self._positions = layout.positions.int()
         self._decodes = len(layout.decode_lengths)
         if self._decodes:
-            self._splits, self._config = plan_decode(
-                self._decodes,
-                self._kv_heads,
-                self._head_dim,
-                self._dtype,
-                sm_count=self._sm_count,
-                max_length=layout.longest_decode,
-                beside_prompts=layout.tiles is not None,
-            )
+            self._items = share_out(layout.decode_lengths, layout.slots, self._plan)
 
     def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
         """Divide chunks into the tiles of the prefill kernel."""
@@ -121,16 +116,13 @@ class CudaOperations:
                 keys,
                 values,
                 tables,
-                slots,
-                layout.decode_lengths,
+                self._items,
                 attended,
-                splits=self._splits,
+                plan=self._plan,
                 workspace=self._workspace,
-                config=self._config,
                 slopes=slopes,
             )
         if layout.tiles is not None:
-            # After decode attention, whose padding rows have written zeros to rows of prompts.
             config = self._prefill(rows=len(queries))
             prefill_attention(
                 queries, keys, values, tables, layout.tiles, attended, config=config, slopes=slopes

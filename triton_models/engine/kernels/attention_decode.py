@@ -1,7 +1,6 @@
 """Paged attention of one new token per sequence, split over its keys (flash-decoding)."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,87 +12,60 @@ from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, pa
 SEGMENTS = 32
 """Most segments of a sequence; their number and bounds depend on its length alone."""
 
-_SPLITS_BESIDE_PROMPTS = 4
-"""Fewest splits in steps with prompts."""
-
-_TILES_BESIDE_PROMPTS = 4
-"""Fewest tiles of a program there, so that only long sequences are divided."""
-
-_RESIDENT = 3
-"""Programs with full tiles, 72 KiB of shared memory each, that a multiprocessor of a Hopper GPU holds."""
-
+_PROGRAMS_PER_SM = 2
+"""Programs that long sequences are divided among, for each multiprocessor: as many as it holds at once."""
 
 _MERGE_STEP: tl.constexpr = tl.constexpr(4)
 """Segments whose loads are in flight at the same time while the last program merges."""
 
+_ITEM: tl.constexpr = tl.constexpr(5)
+"""Numbers of a program in what `share_out` returns."""
+
+_CLASSES: tl.constexpr = tl.constexpr(4)
+"""By their size, the programs of a launch are sorted into so many classes."""
+
+_LEAST_LANES = 128
+"""Rows that the kernel which shares out the work takes at least, so that few variants are compiled."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig:
-    """How the kernel divides its work. `tile` affects rounding, so results repeat only with the same one.
-
-    `tile`: keys loaded at once, a power of two of at least 16. `warps`, `stages`: Triton's launch options
-    `num_warps` and `num_stages`. `least`: tiles that a program takes at least; it affects speed alone.
-    """
+class DecodePlan:
+    """How a step's decodes are divided. `tile` affects rounding, so results repeat only with the same one."""
 
     tile: int
+    """Keys loaded at once, a power of two of at least 16."""
     warps: int
+    """Triton's launch option `num_warps`."""
     stages: int
-    least: int = 1
+    """Triton's launch option `num_stages`."""
+    extra: int
+    """Programs of a KV head beside one for each row, at least one, among which long sequences are divided. It
+    affects speed alone."""
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, *, crowded: bool = False) -> DecodeConfig:
-    """Return the constants for a head's shape: 32 KiB of keys in a tile where a number has 16 bits.
+def plan_decode(kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: int) -> DecodePlan:
+    """Return how decodes are divided among programs, whatever their number and lengths.
 
-    `crowded`: the device cannot hold all programs of the launch at once with such tiles. They are half as
-    large then, and more of them run at the same time. No matrix unit has float32's precision, so its tiles
+    A tile has 32 KiB of keys where a number has 16 bits. No matrix unit has float32's precision, so its tiles
     are small, to fit the registers.
-    """
-    dims = padded(head_dim)
-    if dtype not in (torch.float16, torch.bfloat16):
-        return DecodeConfig(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3)
-    tile = max(16, min(128, 16384 // dims))
-    if crowded:
-        return DecodeConfig(tile=max(16, tile // 2), warps=2, stages=2)
-    return DecodeConfig(tile=tile, warps=4, stages=2)
-
-
-def plan_decode(
-    batch: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    sm_count: int,
-    max_length: int,
-    beside_prompts: bool,
-) -> tuple[int, DecodeConfig]:
-    """Return how many programs share a sequence and KV head in a step, and the kernel's constants.
-
-    With 16-bit numbers, rounding differs between large and small batches, as that of the products does.
 
     Args:
-        batch: decodes of the step, with padding.
         kv_heads: number of KV heads.
         head_dim: width of a head.
         dtype: of the keys and values.
         sm_count: multiprocessors of the device.
-        max_length: tokens of the longest sequence.
-        beside_prompts: whether the step has prompts. Then most decodes of a captured one may be padding, and
-            a few of them long.
     """
-    splits = choose_splits(batch, kv_heads, sm_count, max_length)
-    if beside_prompts:
-        splits = max(splits, _SPLITS_BESIDE_PROMPTS)
-    crowded = splits == 1 and batch * kv_heads > _RESIDENT * sm_count
-    config = decode_config(head_dim, dtype, crowded=crowded)
-    return splits, replace(config, least=_TILES_BESIDE_PROMPTS) if beside_prompts else config
+    dims, extra = padded(head_dim), max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
+    if dtype in (torch.float16, torch.bfloat16):
+        return DecodePlan(tile=max(16, min(128, 16384 // dims)), warps=4, stages=2, extra=extra)
+    return DecodePlan(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3, extra=extra)
 
 
 class DecodeWorkspace:
     """Buffers in which a sequence's programs leave results for the one that merges them; made only once.
 
-    Launches that share a workspace must not overlap: use one stream, or order them by events. Only launches
-    that split need one. `rows`: the largest batch that is split.
+    Launches that share a workspace must not overlap: use one stream, or order them by events. `rows`: the
+    largest batch.
     """
 
     def __init__(
@@ -117,18 +89,39 @@ class DecodeWorkspace:
         self.arrivals.zero_()
 
 
-def choose_splits(
-    batch: int, kv_heads: int, sm_count: int, max_length: int, *, tile: int = 128, programs_per_sm: int = 1
-) -> int:
-    """Return how many programs should share a sequence: just enough to fill the device.
+def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
+    """Return what each program of a KV head does in all layers of a step, for `decode_attention`.
 
-    It affects speed but not results (see `decode_attention`), so graphs of different batch sizes may differ
-    in it. `max_length`: tokens of the longest sequence of the launch; `programs_per_sm`: how many programs to
-    provide for each multiprocessor.
+    A sequence is divided into at most `SEGMENTS` segments of whole tiles, depending on its length alone. A
+    program takes as many of a sequence's segments as keep the device busy. Those with most to do come first,
+    since the device begins programs in their order. Nothing is copied to the host, so the launch can be
+    captured in a CUDA graph.
+
+    Args:
+        lengths: [B] int32, tokens of each sequence with the new one; 0 in rows without a decode.
+        slots: [B] int32, each row's place in the block tables; further ones are not read.
+        plan: as `decode_attention` gets it.
+
+    Returns:
+        [B + plan.extra, 5] int32: row (-1: nothing is to be done), slot, length, which part of its segments,
+        segments of a part.
     """
-    wanted = sm_count * programs_per_sm // (batch * kv_heads)
-    tiles = math.ceil(max_length / tile)
-    return max(1, min(wanted, tiles, SEGMENTS))
+    batch = len(lengths)
+    programs = batch + plan.extra
+    items = torch.empty((programs, int(_ITEM)), dtype=torch.int32, device=lengths.device)
+    _share_out[1,](
+        lengths,
+        slots,
+        items,
+        batch,
+        programs,
+        plan.extra,
+        TILE=plan.tile,
+        MAX_SEGMENTS=SEGMENTS,
+        LANES=max(_LEAST_LANES, padded(batch)),
+        num_warps=4,
+    )
+    return items
 
 
 def decode_attention(
@@ -136,28 +129,23 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
+    items: Tensor,
     out: Tensor,
     *,
-    splits: int,
-    workspace: DecodeWorkspace | None = None,
-    config: DecodeConfig | None = None,
+    plan: DecodePlan,
+    workspace: DecodeWorkspace,
     slopes: Tensor | None = None,
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
-    A sequence is divided into at most `SEGMENTS` segments of whole tiles, depending on its length alone.
-    `splits` programs share the segments. If there are several, each stores its segments in the workspace, and
-    the last to finish merges all of them in order; a single program merges in registers, with the same
-    operations in the same order. So with one `config`, whatever its `least`, a row's result is bitwise the
-    same for any batch and any `splits`.
+    The programs of a divided sequence store their segments in the workspace, and the last to finish merges
+    all of them in order; one that has a whole sequence merges in registers, with the same operations in the
+    same order. So with one `tile` a row's result is bitwise the same for any batch and any division.
 
     Nothing beyond a sequence's length is used: entries of `tables` there may be anything, and what other
-    tokens left in a sequence's last block affects no result. `lengths` and `rows` are read on the device, so
-    the launch can be captured in a CUDA graph.
+    tokens left in a sequence's last block affects no result. Rows without a decode are not written.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, whether `splits` is 1, and
+    Compiled once for each dtype, number of heads, head_dim, block_size, tile with its launch options, and
     whether there are slopes. No other argument causes another compilation, provided that the addresses of
     `queries`, `keys`, `values`, `out` and `slopes` and the stride in bytes between the tokens of `queries`
     are multiples of 16.
@@ -167,34 +155,29 @@ def decode_attention(
         keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries.
         values: like `keys`.
         tables: [S, W] int32, block numbers.
-        rows: [B] int32, each token's row in `tables`.
-        lengths: [B] int32, tokens of each sequence with the new one; 0 marks padding: its result is 0.
+        items: what `share_out` returned for this plan.
         out: [B, query heads, head_dim], contiguous, written.
-        splits: programs per sequence and KV head, see `plan_decode`.
-        workspace: required if `splits` is more than 1.
-        config: None: the choice of `decode_config`.
+        plan: see `plan_decode`.
+        workspace: of at least B rows.
         slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
 
     Raises:
-        ValueError: `splits` needs a workspace, which is missing or too small.
+        ValueError: the workspace is too small.
     """
     batch, query_heads, head_dim = queries.shape
     _, block_size, kv_heads, _ = keys.shape
-    split = splits > 1
-    if split and (workspace is None or workspace.rows < batch):
-        raise ValueError(f"splitting {batch} rows needs a workspace of as many")
-    config = config or decode_config(head_dim, queries.dtype)
-    _decode[kv_heads, batch, splits](
+    if workspace.rows < batch:
+        raise ValueError(f"{batch} rows need a workspace of as many")
+    _decode[kv_heads, len(items)](
         queries,
         keys,
         values,
         tables,
-        rows,
-        lengths,
+        items,
         out,
-        workspace.sums if workspace and split else out,
-        workspace.scales if workspace and split else out,
-        workspace.arrivals if workspace and split else lengths,
+        workspace.sums,
+        workspace.scales,
+        workspace.arrivals,
         slopes,
         queries.stride(0),
         tables.stride(0),
@@ -204,13 +187,58 @@ def decode_attention(
         HEAD_DIM=head_dim,
         DIMS=padded(head_dim),
         BLOCK_SIZE=block_size,
-        TILE=config.tile,
-        LEAST=config.least,
+        TILE=plan.tile,
         MAX_SEGMENTS=SEGMENTS,
-        SPLIT=split,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
     )
+
+
+@triton.jit(
+    do_not_specialize=["batch", "programs", "extra"],
+    do_not_specialize_on_alignment=["lengths", "slots", "items"],
+)
+def _share_out(
+    lengths,
+    slots,
+    items,
+    batch,
+    programs,
+    extra,
+    TILE: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    lanes = tl.arange(0, LANES)
+    length = tl.load(lengths + lanes, mask=lanes < batch, other=0)
+    slot = tl.load(slots + lanes, mask=lanes < batch, other=0)
+    tiles = tl.cdiv(length, TILE)
+    segment_tiles = tl.maximum(tl.cdiv(tiles, MAX_SEGMENTS), 1)
+    segments = tl.cdiv(tiles, segment_tiles)
+    # So the programs of all parts are at most `extra` and one for each row.
+    wanted = tl.maximum(tl.cdiv(tl.sum(tiles), extra), 1)
+    share = tl.maximum(tl.minimum(tl.cdiv(wanted, segment_tiles), segments), 1)
+    parts = tl.cdiv(segments, share)
+    sizes = tl.minimum(share * segment_tiles, tiles)
+    classes = tl.minimum(wanted, _CLASSES)
+    own = tl.minimum((sizes * classes - 1) // wanted, classes - 1)
+    begins = tl.zeros_like(parts)
+    earlier = 0
+    for rank in range(classes):
+        chosen = own == classes - 1 - rank
+        here = tl.where(chosen, parts, 0)
+        begins = tl.where(chosen, earlier + tl.cumsum(here) - here, begins)
+        earlier += tl.sum(here)
+    for part in range(tl.max(parts)):
+        item = items + (begins + part) * _ITEM
+        exists = part < parts
+        tl.store(item, lanes, mask=exists)
+        tl.store(item + 1, slot, mask=exists)
+        tl.store(item + 2, length, mask=exists)
+        tl.store(item + 3, part + tl.zeros_like(lanes), mask=exists)
+        tl.store(item + 4, share, mask=exists)
+    for first in range(earlier, programs, LANES):
+        tl.store(items + (first + lanes) * _ITEM, -1, mask=first + lanes < programs)
 
 
 @triton.jit
@@ -268,15 +296,14 @@ def _merge_all(
 
 @triton.jit(
     do_not_specialize=["query_stride", "table_stride"],
-    do_not_specialize_on_alignment=["tables", "rows", "lengths", "arrivals"],
+    do_not_specialize_on_alignment=["tables", "items", "arrivals"],
 )
 def _decode(
     queries,
     keys,
     values,
     tables,
-    rows,
-    lengths,
+    items,
     out,
     sums_out,
     scales_out,
@@ -291,19 +318,18 @@ def _decode(
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    LEAST: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    kv_head, batch_row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + batch_row)
-    # Padding is computed as one empty tile, and its result is replaced at the end.
-    tiles = tl.maximum(tl.cdiv(length, TILE), 1)
+    kv_head = tl.program_id(0)
+    item = items + tl.program_id(1) * _ITEM
+    batch_row, slot, length = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    part, share = tl.load(item + 3), tl.load(item + 4)
+    if batch_row < 0:
+        return
+    tiles = tl.cdiv(length, TILE)
     segment_tiles = tl.cdiv(tiles, MAX_SEGMENTS)
     segments = tl.cdiv(tiles, segment_tiles)
-    share = tl.maximum(tl.cdiv(segments, tl.num_programs(2)), tl.cdiv(LEAST, segment_tiles))
-    if part * share >= segments:
-        return
+    whole = share >= segments
     first = part * share * segment_tiles
     last = tl.minimum(first + share * segment_tiles, tiles)
 
@@ -320,7 +346,7 @@ def _decode(
         mask=filled,
         other=0.0,
     )
-    table = tables + tl.load(rows + batch_row).to(tl.int64) * table_stride
+    table = tables + slot.to(tl.int64) * table_stride
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
     pair = batch_row * KV_HEADS + kv_head
@@ -353,7 +379,11 @@ def _decode(
         sums = tl.dot(weight.to(value.dtype), value, sums * keep[:, None], input_precision="ieee")
         high = new
         if ((tile + 1) % segment_tiles == 0) | (tile + 1 == tiles):
-            if SPLIT:
+            if whole:
+                all_high, all_weights, all_sums = _merge(
+                    all_high, all_weights, all_sums, high, weights, sums, log2_scale
+                )
+            else:
                 at = partial + tile // segment_tiles
                 tl.store(scales_out + at * (2 * LANES) + lanes, high)
                 tl.store(scales_out + at * (2 * LANES) + LANES + lanes, weights)
@@ -362,11 +392,7 @@ def _decode(
                     sums,
                     mask=real,
                 )
-            else:
-                all_high, all_weights, all_sums = _merge(
-                    all_high, all_weights, all_sums, high, weights, sums, log2_scale
-                )
-    if SPLIT:
+    if not whole:
         # All threads' stores precede the barrier, and the barrier precedes the atomic, which publishes them
         # (release) and makes the others' visible to the last program (acquire).
         tl.debug_barrier()
@@ -377,7 +403,7 @@ def _decode(
         all_high, all_weights, all_sums = _merge_all(
             sums_out, scales_out, partial, segments, real, log2_scale, GROUP, LANES, DIMS
         )
-    result = tl.where(length > 0, all_sums / all_weights[:, None], 0.0)
+    result = all_sums / all_weights[:, None]
     tl.store(
         out + (batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :],
         result.to(out.dtype.element_ty),

@@ -10,28 +10,21 @@ from torch import Tensor
 from tests.triton_models.engine.kernels.paged import PagedCase, Shape, assert_close
 from triton_models.engine.kernels.attention_decode import (
     SEGMENTS,
-    DecodeConfig,
+    DecodePlan,
     DecodeWorkspace,
-    choose_splits,
     decode_attention,
-    decode_config,
     plan_decode,
+    share_out,
 )
 from triton_models.engine.kernels.heads import padded
 
-SMALL = DecodeConfig(tile=16, warps=4, stages=2)
+SMALL = DecodePlan(tile=16, warps=4, stages=2, extra=1)
+"""Divides no sequence that is not alone."""
 
 
-def decode(
-    case: PagedCase,
-    queries: Tensor,
-    splits: int,
-    batch: list[int],
-    config: DecodeConfig = SMALL,
-    **options: object,
-) -> Tensor:
+def decode(case: PagedCase, queries: Tensor, extra: int, batch: list[int], **options: object) -> Tensor:
     """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind."""
-    shape = case.shape
+    shape, plan = case.shape, replace(SMALL, extra=extra)
     workspace = DecodeWorkspace(
         rows=len(batch),
         query_heads=shape.query_heads,
@@ -42,11 +35,11 @@ def decode(
     workspace.sums.fill_(torch.nan)
     workspace.scales.fill_(torch.nan)
     out = torch.full((len(batch), shape.query_heads, shape.head_dim), torch.nan).to(queries)
-    rows = case.integers([case.table_rows[each] for each in batch])
+    slots = case.integers([case.table_rows[each] for each in batch])
     lengths = case.integers([case.lengths[each] for each in batch])
     decode_attention(
-        queries[batch], case.keys, case.values, case.tables, rows, lengths, out,
-        splits=splits, workspace=workspace, config=config, **options,
+        queries[batch], case.keys, case.values, case.tables, share_out(lengths, slots, plan), out,
+        plan=plan, workspace=workspace, **options,
     )  # fmt: skip
     assert not workspace.arrivals.any()
     return out
@@ -60,7 +53,7 @@ def expected(case: PagedCase, queries: Tensor) -> Tensor:
 
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
-    splits=st.integers(1, 7),
+    extra=st.integers(1, 7),
     group=st.sampled_from([1, 3, 4, 16]),
     head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 64]),
@@ -71,7 +64,7 @@ def test_equals_direct_attention(
     *,
     device: torch.device,
     lengths: list[int],
-    splits: int,
+    extra: int,
     group: int,
     head_dim: int,
     block_size: int,
@@ -80,39 +73,36 @@ def test_equals_direct_attention(
     shape = Shape(group=group, head_dim=head_dim, block_size=block_size)
     case = PagedCase(lengths, shape, device=device, seed=seed)
     queries = case.random(len(lengths), case.shape.query_heads)
-    actual = decode(case, queries, splits, list(range(len(lengths))))
+    actual = decode(case, queries, extra, list(range(len(lengths))))
     assert_close(actual, expected(case, queries))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "splits"), [(128, 1), (128, 3), (80, 3), (100, 1)])
+@pytest.mark.parametrize(("head_dim", "extra"), [(128, 1), (128, 2), (80, 2), (100, 1)])
 def test_each_dtype_with_the_default_constants(
-    device: torch.device, dtype: torch.dtype, head_dim: int, splits: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, extra: int
 ) -> None:
     shape = Shape(group=16, kv_heads=1, head_dim=head_dim)
     case = PagedCase([259, 16], shape, dtype=dtype, device=device)
     queries = case.random(2, 16)
     workspace = DecodeWorkspace(rows=2, query_heads=16, kv_heads=1, head_dim=head_dim, device=device)
     out = torch.full_like(queries, torch.nan)
-    decode_attention(
-        queries, case.keys, case.values, case.tables, case.integers(case.table_rows),
-        case.integers(case.lengths), out, splits=splits, workspace=workspace,
-    )  # fmt: skip
+    plan = replace(plan_decode(1, head_dim, dtype, sm_count=1), extra=extra)
+    items = share_out(case.integers(case.lengths), case.integers(case.table_rows), plan)
+    decode_attention(queries, case.keys, case.values, case.tables, items, out, plan=plan, workspace=workspace)
     assert_close(out, expected(case, queries))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 16 * SEGMENTS, 16 * SEGMENTS + 1])
-def test_a_row_is_the_same_bits_however_it_is_split_and_whatever_is_beside_it(
+def test_a_row_is_the_same_bits_however_it_is_divided_and_whatever_is_beside_it(
     device: torch.device, length: int
 ) -> None:
     case = PagedCase([40, length, 5], Shape(kv_heads=1), device=device)
     queries = case.random(3, case.shape.query_heads)
     alone = decode(case, queries, 1, [1])
     assert_close(alone, expected(case, queries)[1:2])
-    for splits in (2, 5, SEGMENTS, SEGMENTS + 8):
-        for least in (1, 3):
-            config = replace(SMALL, least=least)
-            assert torch.equal(decode(case, queries, splits, [1], config=config), alone)
+    for extra in (1, 2, 5, SEGMENTS, SEGMENTS + 8):
+        assert torch.equal(decode(case, queries, extra, [1]), alone)
     assert torch.equal(decode(case, queries, 3, [2, 1, 0])[1:2], alone)
 
 
@@ -132,23 +122,24 @@ def test_a_view_into_the_projection_is_read_in_place(device: torch.device) -> No
     projected = case.random(2, case.shape.query_heads + 2 * case.shape.kv_heads)
     out = torch.empty(2, case.shape.query_heads, case.shape.head_dim, device=device)
     queries = projected[:, : case.shape.query_heads]
+    items = share_out(case.integers(case.lengths), case.integers(case.table_rows), SMALL)
+    workspace = DecodeWorkspace(rows=2, query_heads=6, kv_heads=2, head_dim=16, device=device)
     decode_attention(
-        queries, case.keys, case.values, case.tables, case.integers(case.table_rows),
-        case.integers(case.lengths), out, splits=1, config=SMALL,
-    )  # fmt: skip
+        queries, case.keys, case.values, case.tables, items, out, plan=SMALL, workspace=workspace
+    )
     assert_close(out, expected(case, queries))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_padding_is_zero_and_costs_its_neighbours_nothing(device: torch.device, splits: int) -> None:
+@pytest.mark.parametrize("extra", [1, 3])
+def test_padding_is_not_written_and_costs_its_neighbours_nothing(device: torch.device, extra: int) -> None:
     case = PagedCase([50], Shape(), device=device)
     queries = case.random(2, case.shape.query_heads)
     case.lengths.append(0)
     case.table_rows.append(case.table_rows[0])
     queries[1] = torch.nan
-    actual = decode(case, queries, splits, [0, 1])
+    actual = decode(case, queries, extra, [0, 1])
     assert_close(actual[:1], case.attend(0, queries[:1], 49))
-    assert torch.equal(actual[1], torch.zeros_like(actual[1]))
+    assert actual[1].isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
@@ -163,68 +154,91 @@ def test_a_bad_row_spoils_only_itself(device: torch.device) -> None:
     assert torch.equal(actual[1], healthy)
 
 
-def test_splitting_needs_a_workspace_that_is_large_enough(device: torch.device) -> None:
+def test_the_workspace_must_be_large_enough(device: torch.device) -> None:
     case = PagedCase([5, 5], Shape(), device=device)
     queries = case.random(2, case.shape.query_heads)
-    numbers = case.integers([0, 0])
+    items = share_out(case.integers([5, 5]), case.integers([0, 0]), SMALL)
     workspace = DecodeWorkspace(rows=1, query_heads=6, kv_heads=2, head_dim=16, device=device)
-    for each in (None, workspace):
-        with pytest.raises(ValueError, match="workspace"):
-            decode_attention(
-                queries, case.keys, case.values, case.tables, numbers, numbers, queries,
-                splits=2, workspace=each,
-            )  # fmt: skip
+    with pytest.raises(ValueError, match="workspace"):
+        decode_attention(
+            queries, case.keys, case.values, case.tables, items, queries, plan=SMALL, workspace=workspace
+        )
 
 
-def test_splits_fill_the_device_and_no_more() -> None:
-    assert choose_splits(1, 2, 132, 8192) == SEGMENTS
-    assert choose_splits(1, 2, 132, 259) == 3
-    assert choose_splits(32, 2, 132, 8192) == 2
-    assert choose_splits(512, 2, 132, 8192) == 1
+def shared_out(
+    lengths: list[int], extra: int, device: torch.device
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Return the tiles of each part of each row that has any, and of all programs in their order.
+
+    Checks that these are all of the rows' tiles.
+    """
+    plan = replace(SMALL, extra=extra)
+    numbers = torch.tensor(lengths, dtype=torch.int32, device=device)
+    slots = torch.arange(100, 100 + len(lengths), dtype=torch.int32, device=device)
+    items = share_out(numbers, slots, plan).tolist()
+    assert len(items) == len(lengths) + extra
+    parts: dict[int, list[int]] = {}
+    order = []
+    for row, slot, length, part, share in items:
+        if row == -1:
+            continue
+        assert (slot, length) == (100 + row, lengths[row])
+        tiles = -(-length // plan.tile)
+        segment = -(-tiles // SEGMENTS)
+        assert part == len(parts.setdefault(row, []))
+        parts[row].append(min(share * segment, tiles - part * share * segment))
+        order.append(parts[row][-1])
+    assert {row: sum(each) for row, each in parts.items()} == {
+        row: -(-length // plan.tile) for row, length in enumerate(lengths) if length
+    }
+    assert all(each > 0 for each in order)
+    return parts, order
 
 
-@pytest.mark.parametrize("crowded", [False, True])
+@given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9), extra=st.integers(1, 40))
+@hypothesis_settings(max_examples=40)
+def test_every_tile_is_somebodys_and_no_program_is_missing(
+    *, device: torch.device, lengths: list[int], extra: int
+) -> None:
+    shared_out(lengths, extra, device)
+
+
+def test_sequences_are_divided_until_all_programs_have_something_to_do(device: torch.device) -> None:
+    assert shared_out([16 * 8], 8, device)[0] == {0: [1] * 8}
+    assert shared_out([16 * 8] * 2, 8, device)[0] == {0: [2] * 4, 1: [2] * 4}
+    # Only what is longer than the others.
+    assert shared_out([16, 32, 0, 16 * 29], 8, device)[0] == {0: [1], 1: [2], 3: [4] * 7 + [1]}
+    assert shared_out([16, 32, 0, 16 * 29], 1, device)[0] == {0: [1], 1: [2], 3: [29]}
+    # Segments of a long one have several tiles.
+    assert shared_out([16 * 65], 64, device)[0] == {0: [3] * 21 + [2]}
+
+
+def test_programs_with_most_to_do_come_first(device: torch.device) -> None:
+    lengths = [16, 0, 16 * 5, 16 * 8, 16 * 2, 16 * 30, 16 * 7]
+    parts, order = shared_out(lengths, 7, device)
+    # By quarters of the largest; those of a row stay beside each other, the smaller last one with them.
+    assert parts[5] == [8, 8, 8, 6]
+    assert order == [8, 8, 8, 8, 6, 7, 5, 1, 2]
+
+
+def test_more_rows_than_the_kernel_has_at_least(device: torch.device) -> None:
+    lengths = [(7 * row) % 90 for row in range(300)]
+    parts, _ = shared_out(lengths, 280, device)
+    assert sum(map(len, parts.values())) > sum(length > 0 for length in lengths)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 80, 96, 100, 128, 256, 1024])
-def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype, crowded: bool) -> None:
-    tile = decode_config(head_dim, dtype, crowded=crowded).tile
+def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype) -> None:
+    tile = plan_decode(2, head_dim, dtype, sm_count=132).tile
     assert tile >= 16
     assert tile & (tile - 1) == 0
 
 
-def plan(
-    batch: int, *, dtype: torch.dtype = torch.bfloat16, beside_prompts: bool = False
-) -> tuple[int, DecodeConfig]:
-    """Return the plan for ChatGLM3-6B's heads on an H200."""
-    return plan_decode(batch, 2, 128, dtype, sm_count=132, max_length=8192, beside_prompts=beside_prompts)
-
-
-def test_more_programs_than_the_device_holds_get_smaller_tiles() -> None:
-    assert plan(198)[1].tile == 128
-    assert plan(199)[1].tile == 64
-    assert plan(199)[0] == 1
-
-
-def test_prompts_in_the_step_leave_room_for_a_few_long_decodes() -> None:
-    splits, config = plan(512, beside_prompts=True)
-    assert splits == 4
-    assert replace(config, least=1) == plan(1)[1]
-
-
-@pytest.mark.parametrize(
-    ("length", "programs"), [(1, 1), (512, 1), (513, 2), (1024, 2), (2048, 4), (8192, 4)]
-)
-def test_prompts_in_the_step_have_no_short_decode_divided(length: int, programs: int) -> None:
-    splits, config = plan(512, beside_prompts=True)
-    tiles = -(-length // config.tile)
-    segment_tiles = -(-tiles // SEGMENTS)
-    segments = -(-tiles // segment_tiles)
-    share = max(-(-segments // splits), -(-config.least // segment_tiles))
-    assert -(-segments // share) == programs
-
-
-def test_in_float32_rounding_does_not_depend_on_the_batch() -> None:
-    assert plan(512, dtype=torch.float32)[1] == plan(1, dtype=torch.float32)[1]
+def test_long_sequences_are_divided_among_what_the_device_holds_at_once() -> None:
+    assert plan_decode(2, 128, torch.bfloat16, sm_count=132).extra == 132
+    assert plan_decode(32, 128, torch.bfloat16, sm_count=132).extra == 8
+    assert plan_decode(32, 128, torch.bfloat16, sm_count=1).extra == 1
 
 
 def test_query_heads_are_filled_up_to_what_a_dot_takes() -> None:

@@ -441,30 +441,3 @@ def test_every_step_of_prompts_has_room_among_the_captured(
     size = prompts.size_for(row, len(operations.tiles(chunks)))
     assert size is not None
     assert size.rows == 160
-
-
-@pytest.mark.parametrize(("decodes", "tile"), [(4, 128), (300, 64)])
-def test_the_kernel_gets_the_plan_of_its_step(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, decodes: int, tile: int
-) -> None:
-    tiles: list[int] = []
-    monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
-    monkeypatch.setattr(ops_cuda, "decode_attention", lambda *_, config, **__: tiles.append(config.tile))
-    monkeypatch.setattr(ops_cuda, "_sm_count", lambda _: 132)
-    model = SimpleNamespace(
-        kv_shape=KVShape(layers=1, heads=2, head_dim=128), query_heads=4, dtype=torch.bfloat16, device=device
-    )
-    cache = SimpleNamespace(keys=[None], values=[None], block_size=16)
-    positions = torch.zeros(decodes, dtype=torch.int64, device=device)
-    layout = StepLayout(
-        tables=positions.int()[:, None],
-        slots=positions.int(),
-        positions=positions,
-        decode_lengths=positions.int() + 1,
-        longest_decode=4096,
-    )
-    projected = torch.zeros(decodes, 8, 128, dtype=torch.bfloat16, device=device)
-    operations = CudaOperations(model, cache, rows=decodes)
-    operations.begin(layout)
-    operations.attend(0, projected, SimpleNamespace(cos=None, sin=None))
-    assert tiles == [tile]

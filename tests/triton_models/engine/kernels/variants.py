@@ -14,7 +14,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from triton_models.engine.kernels import attention_decode, attention_prefill, elementwise
-from triton_models.engine.kernels.attention_decode import DecodeWorkspace
+from triton_models.engine.kernels.attention_decode import DecodePlan, DecodeWorkspace
 from triton_models.engine.kernels.attention_prefill import PrefillConfig
 
 SHAPE = {"query_heads": 6, "kv_heads": 2, "head_dim": 16}
@@ -39,7 +39,7 @@ def integers(count: int, *, misaligned: bool) -> Tensor:
     return torch.zeros(count + 1, dtype=torch.int32)[int(misaligned) :][:count]
 
 
-def launch(rows: int, width: int, *, misaligned: bool, splits: int) -> None:
+def launch(rows: int, width: int, *, misaligned: bool, extra: int) -> None:
     """Launch every kernel on a step of so many rows and block tables of such a width."""
     projected = torch.zeros(rows, HEADS, 16, dtype=torch.bfloat16)
     queries = projected[:, :6]
@@ -48,8 +48,10 @@ def launch(rows: int, width: int, *, misaligned: bool, splits: int) -> None:
     numbers = integers(rows, misaligned=misaligned)
     out = torch.zeros(rows, 6, 16, dtype=torch.bfloat16)
     workspace = DecodeWorkspace(rows=rows, device=torch.device("cpu"), **SHAPE)
+    plan = DecodePlan(tile=16, warps=4, stages=2, extra=extra)
+    items = attention_decode.share_out(numbers, numbers, plan)
     attention_decode.decode_attention(
-        queries, cache, cache, tables, numbers, numbers, out, splits=splits, workspace=workspace
+        queries, cache, cache, tables, items, out, plan=plan, workspace=workspace
     )
     tiles = integers(4 * rows, misaligned=misaligned).view(rows, 4)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out)
@@ -63,13 +65,14 @@ def main() -> None:
     """Launch what an engine would, and count."""
     seen: dict[str, set[str]] = {}
     spy(attention_decode, "_decode", seen)
+    spy(attention_decode, "_share_out", seen)
     spy(attention_prefill, "_prefill", seen)
     spy(elementwise, "_rotate_store", seen)
     for rows in (1, 2, 16, 33):
         for width in (1, 5, 16, 32):
             for misaligned in (False, True):
-                for splits in (1, 2, 16):
-                    launch(rows, width, misaligned=misaligned, splits=splits)
+                for extra in (1, 5, 16):
+                    launch(rows, width, misaligned=misaligned, extra=extra)
     print(json.dumps({name: len(variants) for name, variants in seen.items()}))  # noqa: T201
 
 
