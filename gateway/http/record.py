@@ -282,7 +282,7 @@ class RequestRecord:
             self.first_token_at = now
             counting.time_to_first.observe(now - self.arrived)
             self.trace.span.add_event("first_token")
-        counting.generated.inc(tokens)
+        counting.generated.value += tokens
         before = self.last_token_at.get(choice)
         if before is not None:
             counting.inter_token.observe((now - before) / tokens, tokens)

@@ -242,7 +242,7 @@ class RunningRequest(AsyncIterator[Event]):
         if self._error is not None:
             raise self._error
         record = self._record
-        task = self._waiting = asyncio.current_task()
+        task = self._waiting = asyncio.current_task(self._loop)
         if task is None:
             raise RuntimeError("a request waits inside a task")
         others = task.cancelling()

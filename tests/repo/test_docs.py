@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.telemetry.metrics import BulkHistogram, Metrics, UpstreamStates, _joined
+from gateway.telemetry.metrics import BulkCounter, BulkHistogram, Metrics, UpstreamStates, _joined
 from tests.repo.test_architecture import leads_somewhere
 from tests.repo.test_readme import check_table
 from triton_models.serving import report
@@ -97,9 +97,10 @@ def metrics_as_documented() -> str:
     """Return the tables of the gateway's and of the engine's metrics, made from the code."""
     rows = ["| metric | kind | labels | |", "| --- | --- | --- | --- |"]
     for metric in vars(Metrics()).values():
-        if isinstance(metric, BulkHistogram):
+        if isinstance(metric, BulkHistogram | BulkCounter):
             bulk = next(iter(metric.collect()))
-            rows.append(f"| `{bulk.name}` | histogram | `model` | {bulk.documentation} |")
+            name = f"{bulk.name}_total" if bulk.type == "counter" else bulk.name
+            rows.append(f"| `{name}` | {bulk.type} | `model` | {bulk.documentation} |")
         if isinstance(metric, UpstreamStates):
             labels = " ".join(f"`{label}`" for label in metric.LABELS)
             rows += [

@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import gateway
 from bench.gateway_delivery import measure
-from gateway.telemetry.metrics import BulkHistogram
+from gateway.telemetry.metrics import BulkCounter, BulkHistogram
 from tests.gateway.fake_upstream import FakeUpstream, Script, say
 from tests.gateway.serving import in_process
 
@@ -64,6 +64,7 @@ async def test_labels_are_looked_up_once_a_request_and_not_for_each_token(
 
     counted(MetricWrapperBase)
     counted(BulkHistogram)
+    counted(BulkCounter)
     costs = []
     for tokens in (2, 60):
         async with in_process(FakeUpstream(saying(tokens))) as served:

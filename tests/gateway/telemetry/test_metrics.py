@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.metrics import BulkHistogram, Metrics, UpstreamState
+from gateway.telemetry.metrics import BulkCounter, BulkHistogram, Metrics, UpstreamState
 from gateway.triton.backends import Outcome
 
 CONTRACT = {
@@ -42,6 +42,7 @@ def test_names_and_labels_are_the_contract() -> None:
         UpstreamState(model="m", upstream="h:1", healthy=True, waiting=0, kv_usage=0.0)
     ]
     metrics.inter_token_latency.labels("m").observe(0.1)
+    metrics.generated_tokens.labels("m").value += 1
     found = {
         family.name.removeprefix("tritongate_"): set(family.samples[0].labels) - {"le"}
         for family in text_string_to_metric_families(metrics.render().decode())
@@ -91,6 +92,19 @@ def test_apps_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     one.client_cancels.labels("m").inc()
     assert 'client_cancels_total{model="m"}' not in other.render().decode()
+
+
+def test_a_counter_without_a_lock() -> None:
+    metrics = Metrics()
+    counter = BulkCounter("c", "help", label="model", registry=metrics.registry)
+    counter.labels("m").value += 3
+    counter.labels("m").value += 4
+    counter.labels("n").value += 1
+    sample = metrics.registry.get_sample_value
+    assert [sample("c_total", {"model": each}) for each in "mno"] == [7, 1, None]
+    assert "# TYPE c_total counter" in metrics.render().decode()
+    with pytest.raises(ValueError, match="Duplicated"):
+        BulkCounter("c", "help", label="model", registry=metrics.registry)
 
 
 def test_many_observations_at_once() -> None:

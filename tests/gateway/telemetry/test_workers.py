@@ -48,7 +48,7 @@ async def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 async def test_whoever_is_asked_tells_the_metrics_of_all(processes: list[Process]) -> None:
     for number, process in enumerate(processes):
-        process.metrics.generated_tokens.labels("m").inc(10**number)
+        process.metrics.generated_tokens.labels("m").value += 10**number
         process.metrics.time_to_first_token.labels("m").observe(number)
     for process in processes:
         assert await process.samples("tritongate_generated_tokens_total") == {"0": 1, "1": 10, "2": 100}
@@ -59,13 +59,13 @@ async def test_whoever_is_asked_tells_the_metrics_of_all(processes: list[Process
 async def test_one_that_is_gone_is_told_to_be_down_and_its_replacement_begins_anew(
     processes: list[Process], tmp_path: Path
 ) -> None:
-    processes[1].metrics.generated_tokens.labels("m").inc(7)
+    processes[1].metrics.generated_tokens.labels("m").value += 7
     await processes[1].worker_metrics.close()
     assert await processes[0].samples("tritongate_worker_up") == {"0": 1, "1": 0, "2": 1}
     assert "1" not in await processes[0].samples("tritongate_generated_tokens_total")
     replacement = Process(1, tmp_path)
     await replacement.worker_metrics.start()
-    replacement.metrics.generated_tokens.labels("m").inc()
+    replacement.metrics.generated_tokens.labels("m").value += 1
     assert await processes[0].samples("tritongate_generated_tokens_total") == {"1": 1}
     await replacement.worker_metrics.close()
 
@@ -109,7 +109,7 @@ async def test_one_that_asks_and_does_not_read_is_given_up(
 
     monkeypatch.setattr(worker_metrics.WorkerMetrics, "_answer", answer)
     replacement = Process(1, tmp_path)
-    replacement.metrics.generated_tokens.labels("m" * size).inc()
+    replacement.metrics.generated_tokens.labels("m" * size).value += 1
     await replacement.worker_metrics.start()
     reader, writer = await asyncio.open_unix_connection(tmp_path / "1", limit=1024)
     async with asyncio.timeout(20):
