@@ -71,8 +71,10 @@ async def test_an_answer_beyond_grpcs_default_size_passes(client: Client, triton
 
 
 async def test_a_bare_text_ends_the_stream_though_the_server_leaves_it_open(
-    client: Client, triton: Any
+    client: Client, triton: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gateway.triton.client._LEAVE_S", 0.5)
+
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
         yield service_pb2.ModelStreamInferResponse(error_message="[request id: r] Exceeds maximum queue size")
         await asyncio.Event().wait()
