@@ -53,7 +53,7 @@ class DeviceStep:
         self._operations = operations
         self.slots = slots
         self.longest = longest
-        """Most tokens that a sequence may have: captured steps must suit any."""
+        """Most tokens that a sequence may have."""
 
     def forward(self, tokens: Tensor, layout: StepLayout) -> Tensor:
         """Return the hidden states of all rows of a step, [T, width], for `logits`."""

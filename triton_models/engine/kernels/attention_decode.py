@@ -13,11 +13,10 @@ PARTS = 32
 """Most parts of a sequence."""
 
 _PROGRAMS_PER_SM = 2
-"""Programs that long sequences are divided among, for each multiprocessor: as many as it holds at once."""
+"""Programs that long sequences are divided among, for each multiprocessor: found best on an H200."""
 
-_PARTS_BY_LENGTH: tl.constexpr = tl.constexpr(8)
-_TILES_BY_LENGTH: tl.constexpr = tl.constexpr(4)
-"""Most parts of a sequence, and fewest tiles of one, where its length alone decides."""
+_TILES_BY_LENGTH: tl.constexpr = tl.constexpr(8)
+"""Tiles of a sequence's parts, if these are not too many then, where its length alone decides."""
 
 _MERGE_STEP: tl.constexpr = tl.constexpr(4)
 """Parts whose loads are in flight at the same time while the last program merges."""
@@ -34,7 +33,7 @@ _LEAST_LANES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """How a step's decodes are divided among programs. What a sequence's division is affects its rounding."""
+    """How a step's decodes are divided among programs. How a sequence is divided affects its rounding."""
 
     tile: int
     """Keys loaded at once, a power of two of at least 16."""
@@ -48,7 +47,7 @@ class DecodePlan:
 
     def programs(self, batch: int) -> int:
         """Return how many a KV head needs for a batch of this size."""
-        return batch * int(_PARTS_BY_LENGTH) if self.extra is None else batch + self.extra
+        return batch * PARTS if self.extra is None else batch + self.extra
 
 
 def plan_decode(kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: int) -> DecodePlan:
@@ -104,7 +103,7 @@ def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
 
     A program takes a part of a sequence, which is whole tiles of it, or all of it. Those with most to do come
     first, since the device begins programs in their order. Nothing is copied to the host, so the launch can
-    be captured in a CUDA graph.
+    be captured in a CUDA graph. Compiled once for each tile and power of two that holds B, from 128 on.
 
     Args:
         lengths: [B] int32, tokens of each sequence with the new one; 0 in rows without a decode.
@@ -176,7 +175,7 @@ def decode_attention(
     _, block_size, kv_heads, _ = keys.shape
     if workspace.rows < batch:
         raise ValueError(f"{batch} rows need a workspace of as many")
-    _decode[kv_heads, len(items)](
+    _decode[kv_heads * len(items),](
         queries,
         keys,
         values,
@@ -225,7 +224,7 @@ def _share_out(
         # So the programs of all parts are at most `extra` and one for each row.
         share = tl.cdiv(tl.sum(tiles), extra) + tl.zeros_like(tiles)
     else:
-        share = tl.maximum(tl.cdiv(tiles, _PARTS_BY_LENGTH), _TILES_BY_LENGTH)
+        share = _TILES_BY_LENGTH + tl.zeros_like(tiles)
     share = tl.maximum(tl.maximum(share, tl.cdiv(tiles, MAX_PARTS)), 1)
     parts = tl.cdiv(tiles, share)
     sizes = tl.minimum(share, tiles)
@@ -321,8 +320,8 @@ def _decode(
     TILE: tl.constexpr,
     MAX_PARTS: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * _ITEM
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * _ITEM
     batch_row, slot, length = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     part, share = tl.load(item + 3), tl.load(item + 4)
     if batch_row < 0:

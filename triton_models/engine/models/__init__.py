@@ -90,7 +90,7 @@ class StepLayout:
     decode_lengths: Tensor
     """[D] int32, tokens of each decoding sequence, including the new one; 0 in rows without a decode."""
     longest_decode: int
-    """Upper bound of `decode_lengths`: it affects the cost, but not the results."""
+    """Upper bound of `decode_lengths`: it affects what plain torch takes, but no results."""
     chunks: tuple[ChunkRows, ...] = ()
     tiles: Tensor | None = None
     """[N, 4] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""

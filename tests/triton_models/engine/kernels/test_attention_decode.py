@@ -1,4 +1,6 @@
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +22,12 @@ from triton_models.engine.kernels.heads import padded
 
 SMALL = DecodePlan(tile=16, warps=4, stages=2, extra=1)
 """Divides no sequence."""
+UNWRITTEN = 77.0
 BY_LENGTH = None
 """Of `DecodePlan.extra`."""
 
 
-def decode(case: PagedCase, queries: Tensor, extra: int, batch: list[int], **options: object) -> Tensor:
+def decode(case: PagedCase, queries: Tensor, extra: int | None, batch: list[int], **options: Any) -> Tensor:
     """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind."""
     shape, plan = case.shape, replace(SMALL, extra=extra)
     workspace = DecodeWorkspace(
@@ -36,14 +39,19 @@ def decode(case: PagedCase, queries: Tensor, extra: int, batch: list[int], **opt
     )
     workspace.sums.fill_(torch.nan)
     workspace.scales.fill_(torch.nan)
-    out = torch.full((len(batch), shape.query_heads, shape.head_dim), torch.nan).to(queries)
+    out = torch.full((len(batch), shape.query_heads, shape.head_dim), UNWRITTEN).to(queries)
     slots = case.integers([case.table_rows[each] for each in batch])
     lengths = case.integers([case.lengths[each] for each in batch])
+    items = share_out(lengths, slots, plan)
     decode_attention(
-        queries[batch], case.keys, case.values, case.tables, share_out(lengths, slots, plan), out,
+        queries[batch], case.keys, case.values, case.tables, items, out,
         plan=plan, workspace=workspace, **options,
     )  # fmt: skip
     assert not workspace.arrivals.any()
+    for row, *_, part, share in items.tolist():
+        # Each head has a place of its own: on a GPU, programs of all heads run side by side.
+        if row >= 0 and share * plan.tile < case.lengths[batch[row]]:
+            assert workspace.scales[row, :, part, :, : shape.group].isfinite().all()
     return out
 
 
@@ -103,7 +111,7 @@ def test_however_a_row_is_divided_it_comes_to_the_same(device: torch.device, len
         assert_close(decode(case, queries, extra, [1]), expected(case, queries)[1:2])
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 33 * 16])
+@pytest.mark.parametrize("length", [1, 128, 129, 33 * 16])
 def test_a_row_whose_length_decides_is_the_same_bits_in_any_batch(device: torch.device, length: int) -> None:
     case = PagedCase([40, length, 300], Shape(kv_heads=1), device=device)
     queries = case.random(3, case.shape.query_heads)
@@ -146,7 +154,7 @@ def test_padding_is_not_written_and_costs_its_neighbours_nothing(device: torch.d
     queries[1] = torch.nan
     actual = decode(case, queries, extra, [0, 1])
     assert_close(actual[:1], case.attend(0, queries[:1], 49))
-    assert actual[1].isnan().all()
+    assert torch.equal(actual[1], torch.full_like(actual[1], UNWRITTEN))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning")
@@ -172,6 +180,10 @@ def test_the_workspace_must_be_large_enough(device: torch.device) -> None:
         )
 
 
+def _threes(size: tuple[int, ...], **options: Any) -> Tensor:
+    return torch.full(size, 3, **options)
+
+
 def shared_out(
     lengths: list[int], extra: int | None, device: torch.device
 ) -> tuple[dict[int, list[int]], list[int]]:
@@ -182,7 +194,9 @@ def shared_out(
     plan = replace(SMALL, extra=extra)
     numbers = torch.tensor(lengths, dtype=torch.int32, device=device)
     slots = torch.arange(100, 100 + len(lengths), dtype=torch.int32, device=device)
-    items = share_out(numbers, slots, plan).tolist()
+    # What was there before is no work.
+    with patch("torch.empty", _threes):
+        items = share_out(numbers, slots, plan).tolist()
     assert len(items) == plan.programs(len(lengths))
     parts: dict[int, list[int]] = {}
     order = []
@@ -224,8 +238,8 @@ def test_sequences_are_divided_until_all_programs_have_something_to_do(device: t
 
 
 def test_a_length_alone_may_decide(device: torch.device) -> None:
-    parts, _ = shared_out([16 * 4, 16 * 5, 0, 16 * 32, 16 * 33], BY_LENGTH, device)
-    assert parts == {0: [4], 1: [4, 1], 3: [4] * 8, 4: [5] * 6 + [3]}
+    parts, _ = shared_out([16 * 4, 16 * 9, 0, 16 * 256, 16 * 257], BY_LENGTH, device)
+    assert parts == {0: [4], 1: [8, 1], 3: [8] * 32, 4: [9] * 28 + [5]}
 
 
 def test_programs_with_most_to_do_come_first(device: torch.device) -> None:
@@ -240,6 +254,11 @@ def test_more_rows_than_the_kernel_has_at_least(device: torch.device) -> None:
     lengths = [(7 * row) % 90 for row in range(300)]
     parts, _ = shared_out(lengths, 280, device)
     assert sum(map(len, parts.values())) > sum(length > 0 for length in lengths)
+
+
+@pytest.mark.parametrize("extra", [BY_LENGTH, 600])
+def test_most_of_a_captured_step_may_be_padding(device: torch.device, extra: int | None) -> None:
+    assert shared_out([5] + [0] * 299, extra, device)[0] == {0: [1]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

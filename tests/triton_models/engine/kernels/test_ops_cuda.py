@@ -29,6 +29,7 @@ from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels import linear
+from triton_models.engine.kernels.attention_decode import DecodePlan, share_out
 from triton_models.engine.kernels.attention_prefill import MANY_ROWS
 from triton_models.engine.kernels.fp8 import quantise_rows
 from triton_models.engine.kernels.linear import Tiling
@@ -100,6 +101,32 @@ def test_other_families_answer_as_in_plain_torch(
             made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=2)))
         answers.append({key: ids(outputs) for key, outputs in run(made).items()})
     assert answers[0] == answers[1]
+
+
+def test_divided_sequences_answer_as_in_plain_torch(
+    kernels: Backend, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One workspace serves all layers and steps, and what divides the sequences all layers of a step."""
+    plan = DecodePlan(tile=16, warps=4, stages=2, extra=3)
+    monkeypatch.setattr(ops_cuda, "plan_decode", lambda *_, **__: plan)
+    divided = []
+
+    def shared(*arguments: Any) -> Tensor:
+        items = share_out(*arguments)
+        divided.append(bool((items[:, 3] > 0).any()))
+        return items
+
+    monkeypatch.setattr(ops_cuda, "share_out", shared)
+    write_native(tmp_path, "qwen2", **SHAPE)
+    model = load_model(tmp_path, torch.float32, device)
+    answers = []
+    for backend in (PLAIN, kernels):
+        made = Engine(model, SMALL, backend=backend)
+        for key, prompt in (("long", range(75)), ("short", (5, 6, 7))):
+            made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=4)))
+        answers.append({key: ids(outputs) for key, outputs in run(made).items()})
+    assert answers[0] == answers[1]
+    assert sum(divided) > 1
 
 
 def test_a_model_of_transformers_answers_as_in_plain_torch(

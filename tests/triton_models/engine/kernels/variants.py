@@ -68,7 +68,7 @@ def main() -> None:
     spy(attention_decode, "_share_out", seen)
     spy(attention_prefill, "_prefill", seen)
     spy(elementwise, "_rotate_store", seen)
-    for rows in (1, 2, 16, 33):
+    for rows in (1, 2, 16, 33, 200):
         for width in (1, 5, 16, 32):
             for misaligned in (False, True):
                 for extra in (None, 1, 16):
