@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.telemetry.metrics import BulkCounter, BulkHistogram, Metrics, UpstreamStates, _joined
+from gateway.telemetry.bulk import BulkCounter, BulkHistogram
+from gateway.telemetry.metrics import Metrics, UpstreamStates, _joined
 from tests.repo.test_architecture import leads_somewhere
 from tests.repo.test_readme import check_table
 from triton_models.serving import report

@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import gateway
 from bench.gateway_delivery import measure
-from gateway.telemetry.metrics import BulkCounter, BulkHistogram
+from gateway.telemetry.bulk import BulkCounter, BulkHistogram
 from tests.gateway.fake_upstream import FakeUpstream, Script, say
 from tests.gateway.serving import in_process
 
