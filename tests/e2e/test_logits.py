@@ -295,7 +295,12 @@ def test_a_client_that_hangs_up_frees_the_engine(up: UpProcess) -> None:
             return False
         return True
 
+    def cancels() -> float:
+        return up.gauge("tritongate_client_cancels_total", model=MODEL)
+
+    before = cancels()
     assert any(hangs_up() for _ in range(20))
+    wait_until(lambda: cancels() > before)
     wait_until(lambda: up.gauge("tritongate_requests_in_flight", model=MODEL) == 0)
     wait_until(lambda: up.gauge("tritongate_engine_requests_running", model=MODEL) == 0)
 

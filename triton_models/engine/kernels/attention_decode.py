@@ -13,7 +13,8 @@ PARTS = 32
 """Most parts of a sequence."""
 
 _PROGRAMS_PER_SM = 2
-"""Programs that long sequences are divided among, for each multiprocessor: found best on an H200."""
+"""Programs that long sequences are divided among, for each multiprocessor (bench/LOG.md: of different
+lengths, more or fewer take longer)."""
 
 _TILES_BY_LENGTH: tl.constexpr = tl.constexpr(8)
 """Tiles of a sequence's parts, if these are not too many then, where its length alone decides."""

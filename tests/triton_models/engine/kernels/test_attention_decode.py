@@ -269,7 +269,7 @@ def test_tiles_are_what_a_dot_takes(head_dim: int, dtype: torch.dtype) -> None:
     assert tile & (tile - 1) == 0
 
 
-def test_long_sequences_are_divided_among_what_the_device_holds_at_once() -> None:
+def test_long_sequences_are_divided_among_two_programs_for_each_multiprocessor() -> None:
     assert plan_decode(2, 128, torch.bfloat16, sm_count=132).extra == 132
     assert plan_decode(32, 128, torch.bfloat16, sm_count=132).extra == 8
     assert plan_decode(32, 128, torch.bfloat16, sm_count=1).extra == 1
