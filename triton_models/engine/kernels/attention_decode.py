@@ -9,15 +9,18 @@ from torch import Tensor
 
 from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
 
-SEGMENTS = 32
-"""Most segments of a sequence; their number and bounds depend on its length alone."""
+PARTS = 32
+"""Most parts of a sequence."""
 
 _PROGRAMS_PER_SM = 2
-"""Programs that long sequences are divided among, for each multiprocessor: as many as it holds at once. No
-number tried is faster from 128 decodes of different lengths on (bench/LOG.md)."""
+"""Programs that long sequences are divided among, for each multiprocessor (bench/LOG.md: of different
+lengths, more or fewer take longer)."""
+
+_TILES_BY_LENGTH: tl.constexpr = tl.constexpr(8)
+"""Tiles of a sequence's parts, if these are not too many then, where its length alone decides."""
 
 _MERGE_STEP: tl.constexpr = tl.constexpr(4)
-"""Segments whose loads are in flight at the same time while the last program merges."""
+"""Parts whose loads are in flight at the same time while the last program merges."""
 
 _ITEM: tl.constexpr = tl.constexpr(5)
 """Numbers of a program in what `share_out` returns."""
@@ -31,7 +34,7 @@ _LEAST_LANES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """How a step's decodes are divided. `tile` affects rounding, so results repeat only with the same one."""
+    """How a step's decodes are divided among programs. How a sequence is divided affects its rounding."""
 
     tile: int
     """Keys loaded at once, a power of two of at least 16."""
@@ -39,15 +42,20 @@ class DecodePlan:
     """Triton's launch option `num_warps`."""
     stages: int
     """Triton's launch option `num_stages`."""
-    extra: int
-    """Programs of a KV head beside one for each row, at least one, among which long sequences are divided. It
-    affects speed alone."""
+    extra: int | None
+    """Programs of a KV head beside one for each row, at least one, among which the longest sequences are
+    divided. None: a sequence's length alone decides, so that its results are the same bits in any batch."""
+
+    def programs(self, batch: int) -> int:
+        """Return how many a KV head needs for a batch of this size."""
+        return batch * PARTS if self.extra is None else batch + self.extra
 
 
 def plan_decode(kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: int) -> DecodePlan:
     """Return how decodes are divided among programs, whatever their number and lengths.
 
-    A tile has 32 KiB of keys where a number has 16 bits. No matrix unit has float32's precision, so its tiles
+    A tile has 32 KiB of keys where a number has 16 bits. There rounding depends on what else is in the step,
+    as that of the products does; in float32 it must not. No matrix unit has float32's precision, so its tiles
     are small, to fit the registers.
 
     Args:
@@ -56,10 +64,11 @@ def plan_decode(kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: i
         dtype: of the keys and values.
         sm_count: multiprocessors of the device.
     """
-    dims, extra = padded(head_dim), max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
+    dims = padded(head_dim)
     if dtype in (torch.float16, torch.bfloat16):
+        extra = max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
         return DecodePlan(tile=max(16, min(128, 16384 // dims)), warps=4, stages=2, extra=extra)
-    return DecodePlan(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3, extra=extra)
+    return DecodePlan(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3, extra=None)
 
 
 class DecodeWorkspace:
@@ -75,13 +84,13 @@ class DecodeWorkspace:
         self.rows = rows
         group = query_heads // kv_heads
         self.sums = torch.empty(
-            (rows, kv_heads, SEGMENTS, group, padded(head_dim)), dtype=torch.float32, device=device
+            (rows, kv_heads, PARTS, group, padded(head_dim)), dtype=torch.float32, device=device
         )
-        """Unnormalised weighted sums of values: [rows, KV heads, segments, query heads, padded head_dim]."""
+        """Unnormalised weighted sums of values: [rows, KV heads, parts, query heads, padded head_dim]."""
         self.scales = torch.empty(
-            (rows, kv_heads, SEGMENTS, 2, padded(group)), dtype=torch.float32, device=device
+            (rows, kv_heads, PARTS, 2, padded(group)), dtype=torch.float32, device=device
         )
-        """Each segment's highest score, then its sum of weights."""
+        """Each part's highest score, then its sum of weights."""
         self.arrivals = torch.zeros((rows, kv_heads), dtype=torch.int32, device=device)
         """Programs that have finished; zero again when a launch ends."""
 
@@ -93,10 +102,9 @@ class DecodeWorkspace:
 def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
     """Return what each program of a KV head does in all layers of a step, for `decode_attention`.
 
-    A sequence is divided into at most `SEGMENTS` segments of whole tiles, depending on its length alone. A
-    program takes as many of a sequence's segments as keep the device busy. Those with most to do come first,
-    since the device begins programs in their order. Nothing is copied to the host, so the launch can be
-    captured in a CUDA graph. Compiled once for each tile and power of two that holds B, from 128 on.
+    A program takes a part of a sequence, which is whole tiles of it, or all of it. Those with most to do come
+    first, since the device begins programs in their order. Nothing is copied to the host, so the launch can
+    be captured in a CUDA graph. Compiled once for each tile and power of two that holds B, from 128 on.
 
     Args:
         lengths: [B] int32, tokens of each sequence with the new one; 0 in rows without a decode.
@@ -104,11 +112,11 @@ def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
         plan: as `decode_attention` gets it.
 
     Returns:
-        [B + plan.extra, 5] int32: row (-1: nothing is to be done), slot, length, which part of its segments,
-        segments of a part.
+        [plan.programs(B), 5] int32: row (-1: nothing is to be done), slot, length, part, tiles of each part
+        but the last.
     """
     batch = len(lengths)
-    programs = batch + plan.extra
+    programs = plan.programs(batch)
     items = torch.empty((programs, int(_ITEM)), dtype=torch.int32, device=lengths.device)
     _share_out[1,](
         lengths,
@@ -116,9 +124,9 @@ def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
         items,
         batch,
         programs,
-        plan.extra,
+        plan.extra or 0,
         TILE=plan.tile,
-        MAX_SEGMENTS=SEGMENTS,
+        MAX_PARTS=PARTS,
         LANES=max(_LEAST_LANES, padded(batch)),
         num_warps=4,
     )
@@ -139,9 +147,8 @@ def decode_attention(
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
-    The programs of a divided sequence store their segments in the workspace, and the last to finish merges
-    all of them in order; one that has a whole sequence merges in registers, with the same operations in the
-    same order. So with one `tile` a row's result is bitwise the same for any batch and any division.
+    The programs of a divided sequence store what their parts come to in the workspace, and the last to finish
+    merges all of them in order. So a row's result depends on its sequence's division, but on nothing else.
 
     Nothing beyond a sequence's length is used: entries of `tables` there may be anything, and what other
     tokens left in a sequence's last block affects no result. Rows without a decode are not written.
@@ -169,7 +176,7 @@ def decode_attention(
     _, block_size, kv_heads, _ = keys.shape
     if workspace.rows < batch:
         raise ValueError(f"{batch} rows need a workspace of as many")
-    _decode[kv_heads, len(items)](
+    _decode[kv_heads * len(items),](
         queries,
         keys,
         values,
@@ -189,7 +196,7 @@ def decode_attention(
         DIMS=padded(head_dim),
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
-        MAX_SEGMENTS=SEGMENTS,
+        MAX_PARTS=PARTS,
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
@@ -207,22 +214,24 @@ def _share_out(
     programs,
     extra,
     TILE: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     lanes = tl.arange(0, LANES)
     length = tl.load(lengths + lanes, mask=lanes < batch, other=0)
     slot = tl.load(slots + lanes, mask=lanes < batch, other=0)
     tiles = tl.cdiv(length, TILE)
-    segment_tiles = tl.maximum(tl.cdiv(tiles, MAX_SEGMENTS), 1)
-    segments = tl.cdiv(tiles, segment_tiles)
-    # So the programs of all parts are at most `extra` and one for each row.
-    wanted = tl.maximum(tl.cdiv(tl.sum(tiles), extra), 1)
-    share = tl.maximum(tl.minimum(tl.cdiv(wanted, segment_tiles), segments), 1)
-    parts = tl.cdiv(segments, share)
-    sizes = tl.minimum(share * segment_tiles, tiles)
-    classes = tl.minimum(wanted, _CLASSES)
-    own = tl.minimum((sizes * classes - 1) // wanted, classes - 1)
+    if extra > 0:
+        # So the programs of all parts are at most `extra` and one for each row.
+        share = tl.cdiv(tl.sum(tiles), extra) + tl.zeros_like(tiles)
+    else:
+        share = _TILES_BY_LENGTH + tl.zeros_like(tiles)
+    share = tl.maximum(tl.maximum(share, tl.cdiv(tiles, MAX_PARTS)), 1)
+    parts = tl.cdiv(tiles, share)
+    sizes = tl.minimum(share, tiles)
+    largest = tl.maximum(tl.max(sizes), 1)
+    classes = tl.minimum(largest, _CLASSES)
+    own = (sizes * classes - 1) // largest
     begins = tl.zeros_like(parts)
     earlier = 0
     for rank in range(classes):
@@ -243,41 +252,29 @@ def _share_out(
 
 
 @triton.jit
-def _merge(high, weights, sums, other_high, other_weights, other_sums, log2_scale):
-    """Merge a segment into those before it; scores are unscaled, and -inf means no keys.
-
-    Every multiplication followed by an addition is an explicit fma, so that the compiler cannot contract them
-    differently in the two places that merge.
-    """
-    new = tl.maximum(high, other_high)
-    keep = tl.exp2((high - new) * log2_scale)
-    add = tl.exp2((other_high - new) * log2_scale)
-    weights = tl.fma(weights, keep, other_weights * add)
-    sums = tl.fma(sums, tl.broadcast_to(keep[:, None], sums.shape), other_sums * add[:, None])
-    return new, weights, sums
-
-
-@triton.jit
-def _merge_all(
+def _merge(
     sums_in,
     scales_in,
     first,
-    segments,
+    parts,
     real,
     log2_scale,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Merge a sequence's segments in order; the surplus ones of the last loop iteration change nothing."""
+    """Merge a sequence's parts in order; the surplus ones of the last loop iteration change nothing.
+
+    Scores are unscaled, and -inf means no keys.
+    """
     lanes = tl.arange(0, LANES)
     dims = tl.arange(0, DIMS)
     high = tl.full([LANES], -float("inf"), tl.float32)
     weights = tl.zeros([LANES], tl.float32)
     sums = tl.zeros([LANES, DIMS], tl.float32)
-    for begin in range(0, segments, _MERGE_STEP):
+    for begin in range(0, parts, _MERGE_STEP):
         for step in tl.static_range(_MERGE_STEP):
-            exists = begin + step + tl.zeros_like(lanes) < segments
+            exists = begin + step + tl.zeros_like(lanes) < parts
             at = first + begin + step
             # Bypasses the L1 cache, which is not coherent.
             scales = scales_in + at * (2 * LANES) + lanes
@@ -289,10 +286,13 @@ def _merge_all(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            high, weights, sums = _merge(
-                high, weights, sums, other_high, other_weights, other_sums, log2_scale
-            )
-    return high, weights, sums
+            new = tl.maximum(high, other_high)
+            keep = tl.exp2((high - new) * log2_scale)
+            add = tl.exp2((other_high - new) * log2_scale)
+            weights = weights * keep + other_weights * add
+            sums = sums * keep[:, None] + other_sums * add[:, None]
+            high = new
+    return weights, sums
 
 
 @triton.jit(
@@ -319,20 +319,17 @@ def _decode(
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * _ITEM
+    kv_head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * _ITEM
     batch_row, slot, length = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     part, share = tl.load(item + 3), tl.load(item + 4)
     if batch_row < 0:
         return
     tiles = tl.cdiv(length, TILE)
-    segment_tiles = tl.cdiv(tiles, MAX_SEGMENTS)
-    segments = tl.cdiv(tiles, segment_tiles)
-    whole = share >= segments
-    first = part * share * segment_tiles
-    last = tl.minimum(first + share * segment_tiles, tiles)
+    first = part * share
+    last = tl.minimum(first + share, tiles)
 
     log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
     lanes = tl.arange(0, LANES)
@@ -351,12 +348,11 @@ def _decode(
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
     pair = batch_row * KV_HEADS + kv_head
-    partial = pair.to(tl.int64) * MAX_SEGMENTS
+    partial = pair.to(tl.int64) * MAX_PARTS
 
     high = tl.full([LANES], -float("inf"), tl.float32)
     weights = tl.zeros([LANES], tl.float32)
     sums = tl.zeros([LANES, DIMS], tl.float32)
-    all_high, all_weights, all_sums = high, weights, sums
     for tile in range(first, last):
         positions = tile * TILE + steps
         inside = positions < length
@@ -367,8 +363,6 @@ def _decode(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         scores = lean(scores, slope, (positions - length + 1)[None, :])
         scores = tl.where(inside[None, :], scores, -float("inf"))
-        starts = tile % segment_tiles == 0
-        high = tl.where(starts, -float("inf"), high)
         new = tl.maximum(high, tl.max(scores, 1))
         keep = tl.exp2((high - new) * log2_scale)
         weight = tl.exp2(
@@ -379,32 +373,25 @@ def _decode(
         value = load_heads(values, places, inside, HEAD_DIM, DIMS, MASKED=True)
         sums = tl.dot(weight.to(value.dtype), value, sums * keep[:, None], input_precision="ieee")
         high = new
-        if ((tile + 1) % segment_tiles == 0) | (tile + 1 == tiles):
-            if whole:
-                all_high, all_weights, all_sums = _merge(
-                    all_high, all_weights, all_sums, high, weights, sums, log2_scale
-                )
-            else:
-                at = partial + tile // segment_tiles
-                tl.store(scales_out + at * (2 * LANES) + lanes, high)
-                tl.store(scales_out + at * (2 * LANES) + LANES + lanes, weights)
-                tl.store(
-                    sums_out + at * (GROUP * DIMS) + lanes[:, None] * DIMS + dims[None, :],
-                    sums,
-                    mask=real,
-                )
-    if not whole:
+    if share < tiles:
+        at = partial + part
+        tl.store(scales_out + at * (2 * LANES) + lanes, high)
+        tl.store(scales_out + at * (2 * LANES) + LANES + lanes, weights)
+        tl.store(
+            sums_out + at * (GROUP * DIMS) + lanes[:, None] * DIMS + dims[None, :],
+            sums,
+            mask=real,
+        )
         # All threads' stores precede the barrier, and the barrier precedes the atomic, which publishes them
         # (release) and makes the others' visible to the last program (acquire).
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
-        if arrived + 1 < tl.cdiv(segments, share):
+        parts = tl.cdiv(tiles, share)
+        if arrived + 1 < parts:
             return
         tl.store(arrivals + pair, 0)
-        all_high, all_weights, all_sums = _merge_all(
-            sums_out, scales_out, partial, segments, real, log2_scale, GROUP, LANES, DIMS
-        )
-    result = all_sums / all_weights[:, None]
+        weights, sums = _merge(sums_out, scales_out, partial, parts, real, log2_scale, GROUP, LANES, DIMS)
+    result = sums / weights[:, None]
     tl.store(
         out + (batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :],
         result.to(out.dtype.element_ty),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.triton_models.engine.kernels.paged import PagedCase, Shape, assert_close
 from triton_models.engine.kernels.attention_decode import (
-    SEGMENTS,
+    PARTS,
     DecodePlan,
     DecodeWorkspace,
     decode_attention,
@@ -23,9 +23,11 @@ from triton_models.engine.kernels.heads import padded
 SMALL = DecodePlan(tile=16, warps=4, stages=2, extra=1)
 """Divides no sequence."""
 UNWRITTEN = 77.0
+BY_LENGTH = None
+"""Of `DecodePlan.extra`."""
 
 
-def decode(case: PagedCase, queries: Tensor, extra: int, batch: list[int], **options: Any) -> Tensor:
+def decode(case: PagedCase, queries: Tensor, extra: int | None, batch: list[int], **options: Any) -> Tensor:
     """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind."""
     shape, plan = case.shape, replace(SMALL, extra=extra)
     workspace = DecodeWorkspace(
@@ -46,10 +48,10 @@ def decode(case: PagedCase, queries: Tensor, extra: int, batch: list[int], **opt
         plan=plan, workspace=workspace, **options,
     )  # fmt: skip
     assert not workspace.arrivals.any()
-    for row, *_, part, _share in items.tolist():
+    for row, *_, part, share in items.tolist():
         # Each head has a place of its own: on a GPU, programs of all heads run side by side.
-        if row >= 0 and part > 0:
-            assert workspace.scales[row, :, : part + 1, :, : shape.group].isfinite().all()
+        if row >= 0 and share * plan.tile < case.lengths[batch[row]]:
+            assert workspace.scales[row, :, part, :, : shape.group].isfinite().all()
     return out
 
 
@@ -61,7 +63,7 @@ def expected(case: PagedCase, queries: Tensor) -> Tensor:
 
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
-    extra=st.integers(1, 7),
+    extra=st.integers(1, 7) | st.just(BY_LENGTH),
     group=st.sampled_from([1, 3, 4, 16]),
     head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 64]),
@@ -72,7 +74,7 @@ def test_equals_direct_attention(
     *,
     device: torch.device,
     lengths: list[int],
-    extra: int,
+    extra: int | None,
     group: int,
     head_dim: int,
     block_size: int,
@@ -86,9 +88,9 @@ def test_equals_direct_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "extra"), [(128, 1), (128, 2), (80, 2), (100, 1)])
+@pytest.mark.parametrize(("head_dim", "extra"), [(128, 1), (128, 4), (80, 4), (100, BY_LENGTH)])
 def test_each_dtype_with_the_default_constants(
-    device: torch.device, dtype: torch.dtype, head_dim: int, extra: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, extra: int | None
 ) -> None:
     shape = Shape(group=16, kv_heads=1, head_dim=head_dim)
     case = PagedCase([259, 16], shape, dtype=dtype, device=device)
@@ -101,28 +103,33 @@ def test_each_dtype_with_the_default_constants(
     assert_close(out, expected(case, queries))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 16 * SEGMENTS, 16 * SEGMENTS + 1])
-def test_a_row_is_the_same_bits_however_it_is_divided_and_whatever_is_beside_it(
-    device: torch.device, length: int
-) -> None:
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 16 * PARTS, 16 * PARTS + 1])
+def test_however_a_row_is_divided_it_comes_to_the_same(device: torch.device, length: int) -> None:
     case = PagedCase([40, length, 5], Shape(kv_heads=1), device=device)
     queries = case.random(3, case.shape.query_heads)
-    alone = decode(case, queries, 1, [1])
+    for extra in (1, 2, 5, PARTS, PARTS + 8):
+        assert_close(decode(case, queries, extra, [1]), expected(case, queries)[1:2])
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 33 * 16])
+def test_a_row_whose_length_decides_is_the_same_bits_in_any_batch(device: torch.device, length: int) -> None:
+    case = PagedCase([40, length, 300], Shape(kv_heads=1), device=device)
+    queries = case.random(3, case.shape.query_heads)
+    alone = decode(case, queries, BY_LENGTH, [1])
     assert_close(alone, expected(case, queries)[1:2])
-    for extra in (1, 2, 5, SEGMENTS, SEGMENTS + 8):
-        assert torch.equal(decode(case, queries, extra, [1]), alone)
-    assert torch.equal(decode(case, queries, 3, [2, 1, 0])[1:2], alone)
+    assert torch.equal(decode(case, queries, BY_LENGTH, [2, 1, 0])[1:2], alone)
+    assert torch.equal(decode(case, queries, BY_LENGTH, [0, 2, 2, 1])[3:], alone)
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 20)])
 def test_slopes_make_scores_fall_with_the_distance(device: torch.device, group: int, head_dim: int) -> None:
     case = PagedCase([70, 5], Shape(group=group, head_dim=head_dim), device=device)
     queries, slopes = case.random(2, case.shape.query_heads), case.slopes()
-    whole = decode(case, queries, 1, [0, 1], slopes=slopes)
+    whole, parts = (decode(case, queries, extra, [0, 1], slopes=slopes) for extra in (1, 3))
     for number, length in enumerate(case.lengths):
         wanted = case.attend(number, queries[number, None], length - 1, slopes)
         assert_close(whole[number, None], wanted)
-    assert torch.equal(decode(case, queries, 3, [0, 1], slopes=slopes), whole)
+        assert_close(parts[number, None], wanted)
 
 
 def test_a_view_into_the_projection_is_read_in_place(device: torch.device) -> None:
@@ -178,7 +185,7 @@ def _threes(size: tuple[int, ...], **options: Any) -> Tensor:
 
 
 def shared_out(
-    lengths: list[int], extra: int, device: torch.device
+    lengths: list[int], extra: int | None, device: torch.device
 ) -> tuple[dict[int, list[int]], list[int]]:
     """Return the tiles of each part of each row that has any, and of all programs in their order.
 
@@ -190,7 +197,7 @@ def shared_out(
     # What was there before is no work.
     with patch("torch.empty", _threes):
         items = share_out(numbers, slots, plan).tolist()
-    assert len(items) == len(lengths) + extra
+    assert len(items) == plan.programs(len(lengths))
     parts: dict[int, list[int]] = {}
     order = []
     for row, slot, length, part, share in items:
@@ -198,21 +205,24 @@ def shared_out(
             continue
         assert (slot, length) == (100 + row, lengths[row])
         tiles = -(-length // plan.tile)
-        segment = -(-tiles // SEGMENTS)
         assert part == len(parts.setdefault(row, []))
-        parts[row].append(min(share * segment, tiles - part * share * segment))
+        parts[row].append(min(share, tiles - part * share))
         order.append(parts[row][-1])
     assert {row: sum(each) for row, each in parts.items()} == {
         row: -(-length // plan.tile) for row, length in enumerate(lengths) if length
     }
     assert all(each > 0 for each in order)
+    assert all(len(each) <= PARTS for each in parts.values())
     return parts, order
 
 
-@given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9), extra=st.integers(1, 40))
-@hypothesis_settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9),
+    extra=st.integers(1, 40) | st.just(BY_LENGTH),
+)
+@hypothesis_settings(max_examples=60)
 def test_every_tile_is_somebodys_and_no_program_is_missing(
-    *, device: torch.device, lengths: list[int], extra: int
+    *, device: torch.device, lengths: list[int], extra: int | None
 ) -> None:
     shared_out(lengths, extra, device)
 
@@ -223,8 +233,13 @@ def test_sequences_are_divided_until_all_programs_have_something_to_do(device: t
     # Only what is longer than the others.
     assert shared_out([16, 32, 0, 16 * 29], 8, device)[0] == {0: [1], 1: [2], 3: [4] * 7 + [1]}
     assert shared_out([16, 32, 0, 16 * 29], 1, device)[0] == {0: [1], 1: [2], 3: [29]}
-    # Segments of a long one have several tiles.
+    # The workspace has room for so many parts.
     assert shared_out([16 * 65], 64, device)[0] == {0: [3] * 21 + [2]}
+
+
+def test_a_length_alone_may_decide(device: torch.device) -> None:
+    parts, _ = shared_out([16 * 4, 16 * 9, 0, 16 * 256, 16 * 257], BY_LENGTH, device)
+    assert parts == {0: [4], 1: [8, 1], 3: [8] * 32, 4: [9] * 28 + [5]}
 
 
 def test_programs_with_most_to_do_come_first(device: torch.device) -> None:
@@ -241,8 +256,9 @@ def test_more_rows_than_the_kernel_has_at_least(device: torch.device) -> None:
     assert sum(map(len, parts.values())) > sum(length > 0 for length in lengths)
 
 
-def test_most_of_a_captured_step_may_be_padding(device: torch.device) -> None:
-    assert shared_out([5] + [0] * 299, 600, device)[0] == {0: [1]}
+@pytest.mark.parametrize("extra", [BY_LENGTH, 600])
+def test_most_of_a_captured_step_may_be_padding(device: torch.device, extra: int | None) -> None:
+    assert shared_out([5] + [0] * 299, extra, device)[0] == {0: [1]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -259,13 +275,17 @@ def test_long_sequences_are_divided_among_two_programs_for_each_multiprocessor()
     assert plan_decode(32, 128, torch.bfloat16, sm_count=1).extra == 1
 
 
+def test_in_float32_rounding_does_not_depend_on_the_batch() -> None:
+    assert plan_decode(2, 128, torch.float32, sm_count=132).extra is BY_LENGTH
+
+
 def test_query_heads_are_filled_up_to_what_a_dot_takes() -> None:
     assert [padded(heads) for heads in (1, 16, 17, 32)] == [16, 16, 32, 32]
 
 
 def test_the_workspace_has_no_room_for_heads_that_only_fill_a_tile() -> None:
     workspace = DecodeWorkspace(rows=2, query_heads=4, kv_heads=4, head_dim=80, device=torch.device("cpu"))
-    assert workspace.sums.shape == (2, 4, SEGMENTS, 1, 128)
+    assert workspace.sums.shape == (2, 4, PARTS, 1, 128)
 
 
 def test_a_reset_workspace_forgets_a_launch_that_failed_midway() -> None:

@@ -109,11 +109,11 @@ def test_divided_sequences_answer_as_in_plain_torch(
     """One workspace serves all layers and steps, and what divides the sequences all layers of a step."""
     plan = DecodePlan(tile=16, warps=4, stages=2, extra=3)
     monkeypatch.setattr(ops_cuda, "plan_decode", lambda *_, **__: plan)
-    divided = []
+    divided = torch.zeros((), dtype=torch.int32, device=device)
 
     def shared(*arguments: Any) -> Tensor:
         items = share_out(*arguments)
-        divided.append(bool(((items[:, 0] >= 0) & (items[:, 3] > 0)).any()))
+        divided.add_(((items[:, 0] >= 0) & (items[:, 3] > 0)).any())  # captured, too: nothing is read here
         return items
 
     monkeypatch.setattr(ops_cuda, "share_out", shared)
@@ -126,7 +126,7 @@ def test_divided_sequences_answer_as_in_plain_torch(
             made.add(request(key, prompt, SamplingParams(temperature=0.0, max_tokens=4)))
         answers.append({key: ids(outputs) for key, outputs in run(made).items()})
     assert answers[0] == answers[1]
-    assert sum(divided) > 1
+    assert divided > 1
 
 
 def test_a_model_of_transformers_answers_as_in_plain_torch(
