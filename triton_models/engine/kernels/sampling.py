@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_models.engine import draw
-from triton_models.engine.kernels.truncation import find_limits, inverse, load_usable, weights_beside
+from triton_models.engine.kernels.threshold import load_usable, weights_beside
+from triton_models.engine.kernels.truncation import find_limits, inverse
 from triton_models.engine.sampler import SamplerInputs
 from triton_models.engine.sampling import GREEDY_BELOW
 
