@@ -204,6 +204,8 @@ class PenaltyTable:
         """[slots, vocabulary] int32: `IN_PROMPT`, plus `GENERATED` for each time the token was generated."""
         self.factors = torch.zeros((3, slots), dtype=torch.float32, device=device)
         """[3, slots] float32: repetition, presence, frequency."""
+        self.generated = torch.full((1,), GENERATED, dtype=torch.int32, device=device)
+        """What a token adds to its count each time."""
 
     def load(self, staged: Staged) -> None:
         """Apply what `stage_penalties` has put into an uploaded step."""
@@ -275,12 +277,12 @@ class PenalisedRows:
         Args:
             status: [3, S] int64, see `SamplerOutputs`; its ids are valid even in rows that failed.
         """
-        seen, counted = self.table.seen, self.table.seen.new_full((len(status[0]),), GENERATED)
+        seen, counted = self.table.seen, self.table.generated.expand(len(self.rows))
         if self.guessed is not None:
-            counted *= self.guessed.right(status)
-        places = self.slots * seen.shape[1] + status[0, self.rows]
+            counted = counted * self.guessed.right(status)[self.rows]
+        places = torch.add(status[0, self.rows], self.slots, alpha=seen.shape[1])
         # One sequence may have several rows with the same token.
-        seen.view(-1).scatter_add_(0, places, counted[self.rows])
+        seen.view(-1).scatter_add_(0, places, counted)
 
 
 def slot_of(sequence: Sequence) -> int:
