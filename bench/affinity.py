@@ -18,7 +18,7 @@ import click
 from gateway.core.events import Delta, Usage
 from gateway.core.request import Conversation, Generation, Message
 from gateway.telemetry.tracing import Trace, current_trace
-from gateway.triton import pool
+from gateway.triton import attempts, pool
 from gateway.triton.affinity import prefix_key
 from gateway.triton.options import PoolOptions
 from gateway.triton.replicas import ReplicaState
@@ -135,7 +135,7 @@ def main(addresses: tuple[str, ...], model: str, conversations: int, repeats: in
         for name in ("one server", "least loaded", "prefix"):
             chosen = addresses[:1] if name == "one server" else addresses
             key = prefix_key if name == "prefix" else lambda *_: None
-            with patch.object(pool, "prefix_key", key):
+            with patch.object(attempts, "prefix_key", key):
                 row = asyncio.run(_measure(chosen, model, conversations, **options))
             click.echo(f"| {name} | {row} |")
 

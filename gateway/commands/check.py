@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 from gateway.commands.models import probed
 from gateway.commands.reach import Finding, Reached, cause_of, reach
@@ -60,6 +60,10 @@ async def _count(upstream: PublicModels, model: str, timeout_s: float) -> Findin
         async with aclosing(answer):
             counted = [event.prompt_tokens async for event in answer if isinstance(event, Accepted)]
     except GatewayError as error:
+        if await _embeds(upstream, model, deadline):
+            return Finding(
+                ok=True, text=f"model {model}: embeds; its tokenizer was not compared with another"
+            )
         return Finding(ok=False, text=f"model {model}: its tokens cannot be counted ({error.message})")
     here = len(tokens.ids)
     if counted == [here]:
@@ -79,7 +83,6 @@ async def _chats(
     hello = Conversation((Message(role="user", content="Hello"),))
     for name, replica in ready.items():
         chat = Generation(request_id="check", model=replica.model, prompt=hello, deadline=deadline)
-        text = Embedding(request_id="check", model=name, prompt=PlainText("Hello"), deadline=deadline)
         try:
             dialect, report = replica.serving()
             if dialect.prepare is not None:
@@ -88,9 +91,7 @@ async def _chats(
         except TritonError:
             continue  # it went meanwhile
         except NoTemplateError:
-            # What Triton says of its vLLM backend is the same for both.
-            with suppress(GatewayError):
-                await upstream.embed(text)
+            if await _embeds(upstream, name, deadline):
                 continue
             yield Finding(
                 ok=True,
@@ -99,6 +100,16 @@ async def _chats(
             )
         except InvalidRequestError:
             continue  # it refuses this one for another reason
+
+
+async def _embeds(upstream: PublicModels, model: str, deadline: float) -> bool:
+    """Ask the model for a vector: of its vLLM backend, Triton says the same whether it embeds or writes."""
+    text = Embedding(request_id="check", model=model, prompt=PlainText("Hello"), deadline=deadline)
+    try:
+        await upstream.embed(text)
+    except GatewayError:
+        return False
+    return True
 
 
 def _report(

@@ -89,6 +89,7 @@ def plain_model(metadata: service_pb2.ModelMetadataResponse, output: str, vocabu
         return Vector(values=values, tokens=vocabulary.count_prompt(text))
 
     return Dialect(
+        name="embedding",
         inputs=frozenset({given.name}),
         request=_refuse,
         decoder=_refuse,

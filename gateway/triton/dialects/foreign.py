@@ -170,7 +170,7 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
     for name, default in DEFAULTS.items():
         if name not in supported and getattr(generation, name) != default:
             public = _PUBLIC.get(name, name)
-            raise InvalidRequestError(f"The model's backend does not have {public!r}.", param=public)
+            raise InvalidRequestError(f"{public!r} cannot be used with this model.", param=public)
     if generation.max_tokens == 0:
         raise InvalidRequestError("The model's backend generates at least one token.", param="max_tokens")
     refuse_strict_tools(generation, "The model's backend cannot enforce strict tools.")

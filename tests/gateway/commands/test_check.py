@@ -8,7 +8,8 @@ from msgspec import structs
 from tokenizers import Tokenizer, models
 
 from gateway.commands.check import check
-from gateway.core.upstream import Embedding, Vector
+from gateway.core.upstream import Embedding, Tokenization, Tokens, Vector
+from gateway.errors import InvalidRequestError
 from gateway.triton.public import PublicModels
 from tests.gateway.serving import settings
 from tests.gateway.triton.fake_resolver import FakeResolver
@@ -78,6 +79,27 @@ async def test_a_model_whose_chats_would_be_refused(
     monkeypatch.setattr(PublicModels, "embed", embed)
     findings = await check(settings(upstreams=[triton.address]), timeout_s=10)
     assert [finding.text for finding in findings][1:] == ["  model vllm: ready, dialect vllm"]
+
+
+async def test_a_model_that_embeds_and_has_a_tokenizer(
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was a failure that it writes no text."""
+
+    async def embed(_: PublicModels, request: Embedding) -> Vector:
+        return Vector(values=[1.0], tokens=1)
+
+    async def refused(_: PublicModels, request: Tokenization) -> Tokens:
+        raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
+
+    monkeypatch.setattr(PublicModels, "embed", embed)
+    monkeypatch.setattr(PublicModels, "tokenize", refused)
+    triton.models = {"vllm": FakeModel(inputs=VLLM)}
+    given = [f"vllm={folder(tmp_path / 'base')}"]
+    findings = await check(settings(upstreams=[triton.address], tokenizers=given), timeout_s=10)
+    assert [(finding.ok, finding.text) for finding in findings][2:] == [
+        (True, "model vllm: embeds; its tokenizer was not compared with another")
+    ]
 
 
 async def test_a_templated_model_of_ours_whose_chats_would_be_refused(triton: FakeTriton) -> None:

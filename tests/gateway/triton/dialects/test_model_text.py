@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from gateway.chat.guards import GUARD
 from gateway.chat.marked import THINK
 from gateway.chat.styles import STYLES
 from gateway.chat.templates import ChatTemplate
+from gateway.chat.vocabulary import Vocabulary
 from gateway.core.events import Delta
 from gateway.core.request import (
     Conversation,
@@ -54,6 +56,15 @@ def model(template: str = TEMPLATE) -> ModelText:
 
 def talk(text: str = "Hi", **changes: object) -> Conversation:
     return replace(Conversation((Message(role="user", content=text),)), **changes)
+
+
+def test_a_beginning_that_the_backend_adds_is_not_in_the_prompt() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "Hi": 1, "?": 2}, unk_token="?"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    template = ChatTemplate({"default": "<s>{{ messages[0].content }}"}, {})
+    rendered = ModelText(template, Vocabulary(tokenizer)).render(talk(), count=True)
+    assert (rendered.text, rendered.tokens) == ("Hi", 2)
 
 
 @pytest.mark.parametrize(("switch", "thinking"), [({}, False), ({"enable_thinking": True}, True)])
