@@ -2,7 +2,8 @@
 
 An answer is what stands behind the last `SAY:` of the prompt, up to the line's end, in tokens of at most
 three characters; of the model that takes ids, a token is a character. `SAY:!` fails as a backend does, with a
-traceback, and `SAY:!long` as vLLM of a long prompt; the answer to `SAY:?` is what the model was given.
+traceback, a prompt with `!late` after two responses, and `SAY:!long` as vLLM of a long prompt; the answer to
+`SAY:?` is what the model was given.
 """
 
 import json
@@ -21,6 +22,10 @@ SECRET = "Traceback (most recent call last):\n  File /opt/secret.py: "
 Given = dict[str, list[Any]]
 ALPHABET = [*map(chr, range(32, 127)), "\n"]
 """The characters by their ids, in the tokenizer of `foreign_server.py`."""
+
+
+_LATE = 2
+"""Responses before a failure in the middle of an answer."""
 
 
 def tokens_of(text: str) -> list[str]:
@@ -49,6 +54,8 @@ class TritonPythonModel:
                 if request.is_cancelled():
                     self.cancelled.touch()
                     break
+                if at == _LATE and self.late(request):
+                    raise RuntimeError("the engine is broken")  # noqa: TRY301 - as any other failure
                 last = at == len(responses) - 1 and self.plays not in ("bls", "llmapi")
                 sender.send(response, final if last else 0)
                 if last:
@@ -63,6 +70,14 @@ class TritonPythonModel:
             sender.send(failed, final)
             return
         sender.send(flags=final)
+
+    def late(self, request: Any) -> bool:
+        """Whether it is to fail in the middle of its answer."""
+        given = utils.get_input_tensor_by_name(request, "text_input")
+        if given is not None:
+            return b"!late" in given.as_numpy().reshape(-1)[0]
+        ids = utils.get_input_tensor_by_name(request, "input_ids").as_numpy().reshape(-1)
+        return "!late" in "".join(ALPHABET[id_] for id_ in ids)
 
     def answer(self, request: Any) -> Iterator[Any]:
         shapes = {tensor.name(): tensor.as_numpy().shape for tensor in request.inputs()}

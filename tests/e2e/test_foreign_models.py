@@ -180,6 +180,25 @@ async def test_a_failure_says_nothing_of_the_backends_insides(sdk: openai.AsyncO
     assert not any(word in str(caught.value) for word in ("Traceback", "secret", "broken"))
 
 
+async def test_a_failure_in_the_middle_of_an_answer(sdk: openai.AsyncOpenAI, model: str) -> None:
+    said: list[str | None] = []
+    reasons: list[str | None] = []
+
+    async def read() -> None:
+        messages = say("Hello there, all of you!late")
+        stream = await sdk.chat.completions.create(model=model, messages=messages, max_tokens=40, stream=True)
+        async for chunk in stream:
+            said.extend(choice.delta.content for choice in chunk.choices)
+            reasons.extend(choice.finish_reason for choice in chunk.choices)
+
+    with pytest.raises(openai.APIError) as caught:
+        await read()
+    assert not any(word in str(caught.value) for word in ("Traceback", "secret", "broken", "N/A"))
+    # Two tokens. A second text that may be a delta or the whole is not told before there is a third.
+    assert "".join(filter(None, said)) in ("He", "Hello ", "Hel")
+    assert set(reasons) == {None}
+
+
 async def test_log_probabilities_of_vllm(sdk: openai.AsyncOpenAI) -> None:
     answer = await sdk.chat.completions.create(
         model="vllm", messages=say("Hello"), max_tokens=9, logprobs=True, top_logprobs=2
