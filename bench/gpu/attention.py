@@ -81,7 +81,7 @@ def time_decode(setup: Setup, cache: Cache, results: Results, rate: float) -> No
     where the other rows of a captured step are none of decodes.
     """
     first, *others = setup.decode_plans
-    plans = [first, *(replace(first, extra=each) for each in EXTRA), *others]
+    plans = [first, *(replace(first, extra=each) for each in (*EXTRA, None)), *others]
     rows = []
 
     def add(case: str, lengths: list[int]) -> None:
@@ -111,7 +111,8 @@ def time_decode(setup: Setup, cache: Cache, results: Results, rate: float) -> No
 
 def plan_name(plan: DecodePlan) -> str:
     """Return what a column is called."""
-    return f"{plan.tile}/{plan.warps}/{plan.stages} +{plan.extra}"
+    divided = "by length" if plan.extra is None else f"+{plan.extra}"
+    return f"{plan.tile}/{plan.warps}/{plan.stages} {divided}"
 
 
 def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:

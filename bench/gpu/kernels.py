@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _EPS = 1e-5
-_TRUNCATION_CONSTANTS = ((8192, 16), (4096, 16), (4096, 8))
+_TRUNCATION_CONSTANTS = ((4096, 8), (4096, 16), (8192, 16))
 """Number of logits that a program loads at once, and number of warps."""
 
 

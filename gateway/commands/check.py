@@ -61,9 +61,7 @@ async def _count(upstream: PublicModels, model: str, timeout_s: float) -> Findin
             counted = [event.prompt_tokens async for event in answer if isinstance(event, Accepted)]
     except GatewayError as error:
         if await _embeds(upstream, model, deadline):
-            return Finding(
-                ok=True, text=f"model {model}: embeds; its tokenizer was not compared with another"
-            )
+            return Finding(ok=True, text=f"model {model}: embeds; its tokenizer was not compared")
         return Finding(ok=False, text=f"model {model}: its tokens cannot be counted ({error.message})")
     here = len(tokens.ids)
     if counted == [here]:

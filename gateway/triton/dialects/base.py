@@ -177,7 +177,7 @@ class Dialect:
     """One tensor contract."""
 
     name: str = ""
-    """What a configuration calls it."""
+    """What commands call it, and a configuration that demands it."""
     inputs: frozenset[str]
     """The names of the inputs that a model must have to be of this contract; it may have more."""
     request: Callable[[Generation, ModelReport, float], Request]

@@ -158,7 +158,7 @@ def refuse_images(prompt: Prompt, reason: str) -> None:
 
 
 def refuse_others(generation: Generation, supported: Collection[str]) -> None:
-    """Refuse parameters that a backend does not have, unless they change nothing.
+    """Refuse parameters that are not passed on to a backend, unless they change nothing.
 
     Args:
         generation: the request.

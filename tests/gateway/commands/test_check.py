@@ -2,13 +2,15 @@ import asyncio
 import json
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from msgspec import structs
 from tokenizers import Tokenizer, models
 
 from gateway.commands.check import check
-from gateway.core.upstream import Embedding, Tokenization, Tokens, Vector
+from gateway.core.request import Generation
+from gateway.core.upstream import Embedding, Tokenization, Vector
 from gateway.errors import InvalidRequestError
 from gateway.triton.public import PublicModels
 from tests.gateway.serving import settings
@@ -81,24 +83,25 @@ async def test_a_model_whose_chats_would_be_refused(
     assert [finding.text for finding in findings][1:] == ["  model vllm: ready, dialect vllm"]
 
 
+@pytest.mark.parametrize("refused", ["tokenize", "generate"])
 async def test_a_model_that_embeds_and_has_a_tokenizer(
-    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    triton: FakeTriton, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: str
 ) -> None:
-    """It was a failure that it writes no text."""
+    """It was a failure that it writes no text: a plain model counts none, one of vLLM generates none."""
 
     async def embed(_: PublicModels, request: Embedding) -> Vector:
         return Vector(values=[1.0], tokens=1)
 
-    async def refused(_: PublicModels, request: Tokenization) -> Tokens:
-        raise InvalidRequestError("The model's tokenizer cannot be used.", param="model")
+    def refuse(_: PublicModels, request: Tokenization | Generation) -> NoReturn:
+        raise InvalidRequestError("The model does not do this.", param="model")
 
     monkeypatch.setattr(PublicModels, "embed", embed)
-    monkeypatch.setattr(PublicModels, "tokenize", refused)
+    monkeypatch.setattr(PublicModels, refused, refuse)
     triton.models = {"vllm": FakeModel(inputs=VLLM)}
     given = [f"vllm={folder(tmp_path / 'base')}"]
     findings = await check(settings(upstreams=[triton.address], tokenizers=given), timeout_s=10)
     assert [(finding.ok, finding.text) for finding in findings][2:] == [
-        (True, "model vllm: embeds; its tokenizer was not compared with another")
+        (True, "model vllm: embeds; its tokenizer was not compared")
     ]
 
 

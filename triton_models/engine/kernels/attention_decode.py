@@ -10,14 +10,17 @@ from torch import Tensor
 from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
 
 PARTS = 32
-"""Most parts of a sequence."""
+"""Most parts of a sequence: the workspace has room for so many."""
 
 _PROGRAMS_PER_SM = 2
-"""Programs that long sequences are divided among, for each multiprocessor (bench/LOG.md: of different
-lengths, more or fewer take longer)."""
+"""Programs that long sequences are divided among, for each multiprocessor (bench/LOG.md: three take less time
+where many sequences differ in length, and more where they do not)."""
 
 _TILES_BY_LENGTH: tl.constexpr = tl.constexpr(8)
 """Tiles of a sequence's parts, if these are not too many then, where its length alone decides."""
+
+_PROGRAMS_BY_LENGTH = 64
+"""Programs that a row has room for there, with all KV heads: those without work take time, too."""
 
 _MERGE_STEP: tl.constexpr = tl.constexpr(4)
 """Parts whose loads are in flight at the same time while the last program merges."""
@@ -45,10 +48,12 @@ class DecodePlan:
     extra: int | None
     """Programs of a KV head beside one for each row, at least one, among which the longest sequences are
     divided. None: a sequence's length alone decides, so that its results are the same bits in any batch."""
+    parts: int = PARTS
+    """Most parts of a sequence, at most `PARTS`."""
 
     def programs(self, batch: int) -> int:
         """Return how many a KV head needs for a batch of this size."""
-        return batch * PARTS if self.extra is None else batch + self.extra
+        return batch * self.parts if self.extra is None else batch + self.extra
 
 
 def plan_decode(kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: int) -> DecodePlan:
@@ -68,7 +73,8 @@ def plan_decode(kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: i
     if dtype in (torch.float16, torch.bfloat16):
         extra = max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
         return DecodePlan(tile=max(16, min(128, 16384 // dims)), warps=4, stages=2, extra=extra)
-    return DecodePlan(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3, extra=None)
+    parts = max(1, min(PARTS, _PROGRAMS_BY_LENGTH // kv_heads))
+    return DecodePlan(tile=max(16, min(128, 2048 // dims)), warps=8, stages=3, extra=None, parts=parts)
 
 
 class DecodeWorkspace:
@@ -126,7 +132,7 @@ def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
         programs,
         plan.extra or 0,
         TILE=plan.tile,
-        MAX_PARTS=PARTS,
+        MAX_PARTS=plan.parts,
         LANES=max(_LEAST_LANES, padded(batch)),
         num_warps=4,
     )

@@ -14,7 +14,7 @@ GROUPS: tl.constexpr = tl.constexpr(128)
 """Parts of a row whose largest logits bound the search for a top_k of at most this number."""
 
 FOLD: tl.constexpr = tl.constexpr(4)
-"""Neighbours of a row whose weights are added first: those that a thread loads at once."""
+"""Neighbours of a row whose weights are added first: a thread loads as many at once, or twice as many."""
 
 _ENOUGH: tl.constexpr = tl.constexpr(32)
 """Passes that end every search."""

@@ -1,7 +1,7 @@
 """Finds which tokens of a row top_k, top_p and min_p keep, without sorting them.
 
 The tokens kept are the most likely ones: all with a logit above a threshold, and the first few with a logit
-equal to it. A top_k takes three passes over the row, a top_p seven.
+equal to it. A top_k of at most 128 takes three passes over the row, a top_p seven.
 """
 
 import torch

@@ -27,9 +27,17 @@ BY_LENGTH = None
 """Of `DecodePlan.extra`."""
 
 
-def decode(case: PagedCase, queries: Tensor, extra: int | None, batch: list[int], **options: Any) -> Tensor:
+def decode(
+    case: PagedCase,
+    queries: Tensor,
+    extra: int | None,
+    batch: list[int],
+    *,
+    parts: int = PARTS,
+    **options: Any,
+) -> Tensor:
     """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind."""
-    shape, plan = case.shape, replace(SMALL, extra=extra)
+    shape, plan = case.shape, replace(SMALL, extra=extra, parts=parts)
     workspace = DecodeWorkspace(
         rows=len(batch),
         query_heads=shape.query_heads,
@@ -111,14 +119,16 @@ def test_however_a_row_is_divided_it_comes_to_the_same(device: torch.device, len
         assert_close(decode(case, queries, extra, [1]), expected(case, queries)[1:2])
 
 
-@pytest.mark.parametrize("length", [1, 128, 129, 33 * 16])
-def test_a_row_whose_length_decides_is_the_same_bits_in_any_batch(device: torch.device, length: int) -> None:
+@pytest.mark.parametrize(("length", "parts"), [(1, 32), (128, 32), (129, 32), (33 * 16, 32), (33 * 16, 3)])
+def test_a_row_whose_length_decides_is_the_same_bits_in_any_batch(
+    device: torch.device, length: int, parts: int
+) -> None:
     case = PagedCase([40, length, 300], Shape(kv_heads=1), device=device)
     queries = case.random(3, case.shape.query_heads)
-    alone = decode(case, queries, BY_LENGTH, [1])
+    alone = decode(case, queries, BY_LENGTH, [1], parts=parts)
     assert_close(alone, expected(case, queries)[1:2])
-    assert torch.equal(decode(case, queries, BY_LENGTH, [2, 1, 0])[1:2], alone)
-    assert torch.equal(decode(case, queries, BY_LENGTH, [0, 2, 2, 1])[3:], alone)
+    assert torch.equal(decode(case, queries, BY_LENGTH, [2, 1, 0], parts=parts)[1:2], alone)
+    assert torch.equal(decode(case, queries, BY_LENGTH, [0, 2, 2, 1], parts=parts)[3:], alone)
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (3, 20)])
@@ -185,13 +195,13 @@ def _threes(size: tuple[int, ...], **options: Any) -> Tensor:
 
 
 def shared_out(
-    lengths: list[int], extra: int | None, device: torch.device
+    lengths: list[int], extra: int | None, device: torch.device, *, most: int = PARTS
 ) -> tuple[dict[int, list[int]], list[int]]:
     """Return the tiles of each part of each row that has any, and of all programs in their order.
 
     Checks that these are all of the rows' tiles.
     """
-    plan = replace(SMALL, extra=extra)
+    plan = replace(SMALL, extra=extra, parts=most)
     numbers = torch.tensor(lengths, dtype=torch.int32, device=device)
     slots = torch.arange(100, 100 + len(lengths), dtype=torch.int32, device=device)
     # What was there before is no work.
@@ -212,7 +222,7 @@ def shared_out(
         row: -(-length // plan.tile) for row, length in enumerate(lengths) if length
     }
     assert all(each > 0 for each in order)
-    assert all(len(each) <= PARTS for each in parts.values())
+    assert all(len(each) <= most for each in parts.values())
     return parts, order
 
 
@@ -240,6 +250,8 @@ def test_sequences_are_divided_until_all_programs_have_something_to_do(device: t
 def test_a_length_alone_may_decide(device: torch.device) -> None:
     parts, _ = shared_out([16 * 4, 16 * 9, 0, 16 * 256, 16 * 257], BY_LENGTH, device)
     assert parts == {0: [4], 1: [8, 1], 3: [8] * 32, 4: [9] * 28 + [5]}
+    parts, _ = shared_out([16 * 4, 16 * 9, 16 * 256], BY_LENGTH, device, most=2)
+    assert parts == {0: [4], 1: [8, 1], 2: [128, 128]}
 
 
 def test_programs_with_most_to_do_come_first(device: torch.device) -> None:
@@ -276,7 +288,12 @@ def test_long_sequences_are_divided_among_two_programs_for_each_multiprocessor()
 
 
 def test_in_float32_rounding_does_not_depend_on_the_batch() -> None:
-    assert plan_decode(2, 128, torch.float32, sm_count=132).extra is BY_LENGTH
+    plan = plan_decode(2, 128, torch.float32, sm_count=132)
+    assert (plan.extra, plan.parts, plan.programs(512)) == (BY_LENGTH, 32, 512 * 32)
+    # Many KV heads are many programs as it is.
+    assert [plan_decode(heads, 128, torch.float32, sm_count=132).parts for heads in (1, 8, 32, 96)] == [
+        32, 8, 2, 1,
+    ]  # fmt: skip
 
 
 def test_query_heads_are_filled_up_to_what_a_dot_takes() -> None:

@@ -157,7 +157,9 @@ def test_kth_largest_group_peak_is_no_larger_than_the_kth_largest(k: int, device
     assert peak > ordered[min(VOCABULARY - 1, 5 * k + 20)]
 
 
-@pytest.mark.parametrize(("low", "high"), [(3.0, 100.0), (-0.5, 0.25), (-torch.inf, 100.0), (50.0, 60.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(3.0, 100.0), (-0.5, 0.25), (-torch.inf, 100.0), (-torch.inf, -4.0), (50.0, 60.0)]
+)
 def test_tokens_are_collected_if_they_fit(low: float, high: float, device: torch.device) -> None:
     logits = random_logits(device)
     logits[5] = math.nan
@@ -174,4 +176,4 @@ def test_tokens_are_collected_if_they_fit(low: float, high: float, device: torch
     if fit:
         ids = few_ids[: len(wanted)]
         assert sorted(ids.tolist()) == wanted
-        assert few.tolist() == logits[ids].tolist() + [-torch.inf] * (FEW - len(wanted))
+        assert few.tolist() == usable[ids].tolist() + [-torch.inf] * (FEW - len(wanted))

@@ -94,7 +94,7 @@ def test_least_of_the_likeliest_may_be_zero(device: torch.device) -> None:
 @pytest.mark.parametrize("limits", [{"top_k": 100}, {"top_p": 0.6}, {"top_k": 500, "top_p": 0.9}])
 def test_more_equal_tokens_than_are_collected(limits: dict[str, float], device: torch.device) -> None:
     logits = random(8, torch.float32, device).clamp(max=0.5)
-    logits[:, ::2] = 0.5  # 300 of 600, and 256 are collected at most
+    logits[:, ::2] = 0.5  # 300 of 600, and 128 are collected at most
     logits[:, :9] = 1.0
     rows = [Row(temperature=1.0, seed=seed, **limits) for seed in range(8)]
     assert chosen(logits, rows)[0].tolist() == expected(logits, rows)
