@@ -2,7 +2,8 @@
 
 `python -m bench.affinity 127.0.0.1:8001 127.0.0.1:8003 127.0.0.1:8005 --model chatglm3`: the conversations
 are held once with the first Triton alone, once where the fewest requests run, and once as the gateway
-chooses. Every run has texts of its own, so that no cache knows them.
+chooses. Every run has texts of its own, so that no cache knows them. The addresses are Tritons' own, of
+a repository as `tritongate build` writes it; `tritongate up` keeps its Triton to itself.
 """
 
 import asyncio
