@@ -77,8 +77,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     """Subtracted from the logits of tokens in the answer, once per occurrence."""
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
-    """Choice i has the seed `seed + i` (which wraps around in int64); absent: each choice gets a random
-    one."""
+    """Choice i has the seed `seed + i` (`seed_of`); absent: each choice gets a random one."""
     logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
     allowed_token_ids: (
         Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=ALLOWED_IDS_LIMIT)] | None
@@ -115,6 +114,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Return the prompt's ids in `accepted`, and the new ids in every delta."""
     priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)] = 0
     """Order in the engine's waiting list: lower values first, equal ones in order of arrival."""
+
+    def seed_of(self, choice: int) -> int | None:
+        """Return a choice's own seed, which wraps around in int64; None: there is none."""
+        return None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
 
     def __post_init__(self) -> None:
         """Check the combinations of fields that the class's docstring excludes."""

@@ -1,13 +1,14 @@
-"""Several prompts of one request, run concurrently and merged into one stream of events.
+"""Several prompts of one request, or several answers to one, run concurrently and merged into one stream.
 
-Each prompt is a separate generation for the upstream. The merged stream follows the rules of a single one:
-one `Accepted` when all are accepted, deltas in order of arrival, and the usage with the very last one. Knows
-nothing of JSON or tensors.
+Each is a separate generation for the upstream. The merged stream follows the rules of a single one: one
+`Accepted`, deltas in order of arrival, and the usage with the very last one. Knows nothing of JSON or
+tensors.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -22,43 +23,86 @@ Generate = Callable[[Generation], AsyncGenerator[Event, None]]
 async def together(generate: Generate, generations: Sequence[Generation]) -> AsyncGenerator[Event, None]:
     """Run all of `generations`, which have the same number of choices, by `generate`.
 
-    Choice i of generation p is choice `p * n + i` here. The first error ends them all, as does closing the
-    generator.
+    Choice i of generation p is choice `p * n + i` here. They are accepted when all are. The first error ends
+    them all, as does closing the generator.
 
     Raises:
         GatewayError: one failed; unless it is about another field, the error names that prompt.
     """
-    # At most one event of each is read ahead of the client.
-    arrivals: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(len(generations))
     all_accepted = asyncio.Event()
-    readers = [
-        asyncio.create_task(_read(generate(each), place, arrivals, all_accepted))
-        for place, each in enumerate(generations)
-    ]
     accepted: dict[int, Accepted] = {}
     usages: list[Usage] = []
+    async with aclosing(_merged(generate, generations, all_accepted)) as merged:
+        async for place, event in merged:
+            if isinstance(event, Exception):
+                raise _named(generations[place], event)
+            if isinstance(event, Accepted):
+                accepted[place] = event
+                if len(accepted) == len(generations):
+                    yield _all_accepted([accepted[place] for place in range(len(generations))])
+                    all_accepted.set()
+            elif isinstance(event, Delta):
+                usage = _last(usages, event, len(generations))
+                yield structs.replace(event, index=place * generations[place].n + event.index, usage=usage)
+            else:
+                yield event
+
+
+async def choices_apart(generate: Generate, generation: Generation) -> AsyncGenerator[Event, None]:
+    """Run each choice of a generation by `generate`, as a generation of its own, with a seed of its own.
+
+    They are accepted when the first one is, and their prompt is counted once.
+
+    Raises:
+        Exception: whatever `generate` raised first; it ends them all.
+    """
+    begun = asyncio.Event()
+    accepted: Accepted | None = None
+    usages: list[Usage] = []
+    async with aclosing(_merged(generate, _each_choice(generation), begun)) as merged:
+        async for place, event in merged:
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Delta):
+                usage = _last(usages, event, generation.n)
+                if usage is not None and accepted is not None:
+                    cached = min(each.cached_tokens for each in usages)
+                    usage = replace(usage, prompt_tokens=accepted.prompt_tokens, cached_tokens=cached)
+                yield structs.replace(event, index=place, usage=usage)
+            elif not isinstance(event, Accepted):
+                yield event
+            elif accepted is None:
+                accepted = event
+                yield event
+                begun.set()
+
+
+def _each_choice(generation: Generation) -> list[Generation]:
+    """Return a generation for each choice."""
+    return [structs.replace(generation, n=1, seed=generation.seed_of(at)) for at in range(generation.n)]
+
+
+async def _merged(
+    generate: Generate, generations: Sequence[Generation], begun: asyncio.Event
+) -> AsyncGenerator[tuple[int, Event | Exception], None]:
+    """Run `generations`; yield each one's events in order, with its place, and what it raised.
+
+    One that was accepted waits until `begun` is set. Closing the generator ends them all.
+    """
+    # At most one event of each is read ahead of the client.
+    arrivals: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(len(generations))
+    readers = [
+        asyncio.create_task(_read(generate(each), place, arrivals, begun))
+        for place, each in enumerate(generations)
+    ]
     running = len(generations)
     try:
         while running:
             place, arrived = await arrivals.get()
             if arrived is None:
                 running -= 1
-            elif isinstance(arrived, Exception):
-                raise _named(generations[place], arrived)
-            elif isinstance(arrived, Accepted):
-                accepted[place] = arrived
-                if len(accepted) == len(generations):
-                    yield _all_accepted([accepted[place] for place in range(len(generations))])
-                    all_accepted.set()
-            elif isinstance(arrived, Delta):
-                usage = None
-                if arrived.usage is not None:
-                    usages.append(arrived.usage)
-                    usage = _sum(usages) if len(usages) == len(generations) else None
-                index = place * generations[place].n + arrived.index
-                yield structs.replace(arrived, index=index, usage=usage)
             else:
-                yield arrived
+                yield place, arrived
     finally:
         for reader in readers:
             reader.cancel()
@@ -69,20 +113,20 @@ async def _read(
     events: AsyncGenerator[Event, None],
     place: int,
     arrivals: asyncio.Queue[tuple[int, Event | Exception | None]],
-    all_accepted: asyncio.Event,
+    begun: asyncio.Event,
 ) -> None:
-    """Pass on one generation's events, then None; after `Accepted` wait until all generations have that."""
+    """Pass on one generation's events, then None; from `Accepted` on, wait for `begun`."""
     try:
         async with aclosing(events):
             async for event in events:
                 await arrivals.put((place, event))
                 if not isinstance(event, Heartbeat):  # which may come before it
-                    await all_accepted.wait()
+                    await begun.wait()
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # Raised by the source, not by our closing it: otherwise this prompt would be silent for ever.
+        # Raised by the source, not by our closing it: otherwise this one would be silent for ever.
         await arrivals.put((place, UpstreamProtocolError("The upstream's answer was cut off.")))
     except Exception as error:  # noqa: BLE001 - passed on to whoever reads them all
         await arrivals.put((place, error))
@@ -107,10 +151,20 @@ def _all_accepted(in_order: Sequence[Accepted]) -> Accepted:
     )
 
 
+def _last(usages: list[Usage], delta: Delta, count: int) -> Usage | None:
+    """Note a delta's usage among those of `count` generations; return the usage of all, with the last one."""
+    if delta.usage is None:
+        return None
+    usages.append(delta.usage)
+    return _sum(usages) if len(usages) == count else None
+
+
 def _sum(usages: Sequence[Usage]) -> Usage:
+    reasoning = [usage.reasoning_tokens for usage in usages if usage.reasoning_tokens is not None]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        reasoning_tokens=sum(reasoning) if reasoning else None,
         queue_s=min((usage.queue_s for usage in usages if usage.queue_s is not None), default=None),
     )

@@ -15,6 +15,7 @@ from typing import TypeVar
 from msgspec import structs
 from opentelemetry.trace import Span
 
+from gateway.core.batch import choices_apart
 from gateway.core.events import Accepted, Delta, Event, Heartbeat
 from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokenization, Tokens, Vector
@@ -361,17 +362,13 @@ class TritonUpstream:
         idle_timeout_s = self._options.idle_timeout_s
         if not dialect.heartbeats:  # and what does not stream comes when all of it was written
             idle_timeout_s = _SILENCE_S if request.stream else math.inf
-        return contextlib.aclosing(
-            _plain_events(
-                replica.client,
-                dialect,
-                request,
-                report,
-                decoder,
-                headers=headers,
-                idle_timeout_s=idle_timeout_s,
-            )
-        )
+
+        def events(asked: Generation) -> AsyncGenerator[Event, None]:
+            call = replica.client, dialect, asked, report, decoder
+            return _plain_events(*call, headers=headers, idle_timeout_s=idle_timeout_s)
+
+        several = request.n > 1 and not dialect.choices
+        return contextlib.aclosing(choices_apart(events, request) if several else events(request))
 
     def _find(self, model_id: str) -> list[Replica]:
         """Return the current replicas of a model that is to be served; there may be none.

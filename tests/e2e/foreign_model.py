@@ -32,6 +32,11 @@ def tokens_of(text: str) -> list[str]:
     return [text[at : at + 3] for at in range(0, len(text), 3)]
 
 
+def scores_of(ids: list[int]) -> list[float]:
+    """The log-probabilities of an answer's ids so far."""
+    return [-id_ / 128 for id_ in ids]
+
+
 class TritonPythonModel:
     def initialize(self, arguments: dict[str, str]) -> None:
         config = json.loads(arguments["model_config"])
@@ -234,21 +239,26 @@ class TritonPythonModel:
             ids.append(id_)
             if any(ids[-len(word) :] == word for word in words):
                 break
+        scored = given.get("return_log_probs", [False])[0]
         if not given.get("streaming", [False])[0]:
-            yield self.inner_response(ids if given["exclude_input_in_output"][0] else prompt + ids)
+            shown = ids if given["exclude_input_in_output"][0] else prompt + ids
+            yield self.inner_response(shown, scores_of(ids) if scored else None)
             return
-        for id_ in ids:
-            yield self.inner_response([id_])
-        yield self.inner_response([])
+        for at, id_ in enumerate(ids):
+            yield self.inner_response([id_], scores_of(ids[: at + 1]) if scored else None)
+        yield self.inner_response([], scores_of(ids) if scored else None)
 
     def words_of(self, flat: list[int]) -> list[list[int]]:
         ids, ends = flat[: len(flat) // 2], flat[len(flat) // 2 :]
         starts = [0, *ends]
         return [ids[start:end] for start, end in zip(starts, ends, strict=False) if end > 0]
 
-    def inner_response(self, ids: list[int]) -> Any:
-        shown = np.array([[ids]], dtype=np.int32)
-        lengths = np.array([[len(ids)]], dtype=np.int32)
-        return utils.InferenceResponse(
-            [utils.Tensor("output_ids", shown), utils.Tensor("sequence_length", lengths)]
-        )
+    def inner_response(self, ids: list[int], scores: list[float] | None) -> Any:
+        told = {
+            "output_ids": np.array([[ids]], np.int32),
+            "sequence_length": np.array([[len(ids)]], np.int32),
+        }
+        if scores is not None:
+            told["output_log_probs"] = np.array([[scores]], np.float32)
+            told["cum_log_probs"] = np.array([[sum(scores)]], np.float32)
+        return utils.InferenceResponse([utils.Tensor(name, values) for name, values in told.items()])

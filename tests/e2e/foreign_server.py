@@ -76,6 +76,7 @@ INPUTS["inner"] = [
     *((name, "TYPE_INT32", 1) for name in ("input_lengths", "request_output_len", "end_id", "pad_id")),
     *((name, "TYPE_INT32", 1) for name in ("beam_width", "runtime_top_k", "min_tokens")),
     *((name, "TYPE_BOOL", 1) for name in ("streaming", "exclude_input_in_output", "stop")),
+    ("return_log_probs", "TYPE_BOOL", 1),
     *((name, "TYPE_FP32", 1) for name in ("temperature", "runtime_top_p", "len_penalty")),
     *((f"{name}_penalty", "TYPE_FP32", 1) for name in ("repetition", "presence", "frequency")),
     ("seed", "TYPE_UINT64", 1),
@@ -84,6 +85,8 @@ INPUTS["inner"] = [
     ("guided_decoding_guide_type", "TYPE_STRING", 1),
     ("guided_decoding_guide", "TYPE_STRING", 1),
 ]
+PER_TOKEN = ("output_ids", "output_log_probs")
+"""Outputs with a row for each sequence."""
 REQUIRED = ("TEXT", "text_input", "input_ids", "input_lengths", "request_output_len")
 INPUTS["vllm"] += [("embedding_request", "TYPE_STRING", 1)]
 EMBEDDING = {"plain": [("TEXT", "TYPE_STRING", 1)], "vllm_embeds": INPUTS["vllm"]}
@@ -112,7 +115,12 @@ OUTPUTS = {
     ],
     "bls": [("text_output", "TYPE_STRING")],
     "plain": [("sentence_embedding", "TYPE_FP32")],
-    "inner": [("output_ids", "TYPE_INT32"), ("sequence_length", "TYPE_INT32")],
+    "inner": [
+        ("output_ids", "TYPE_INT32"),
+        ("sequence_length", "TYPE_INT32"),
+        ("cum_log_probs", "TYPE_FP32"),
+        ("output_log_probs", "TYPE_FP32"),
+    ],
 }
 OUTPUTS["vllm_embeds"] = OUTPUTS["vllm"]
 TEMPLATE = (
@@ -138,7 +146,7 @@ def write_entry(repository: Path, plays: str, *, name: str = "", decoupled: bool
     outputs = ",\n".join(
         f'{{ name: "{name}" data_type: {kind} dims: [ {dims} ] }}'
         for name, kind in OUTPUTS[plays]
-        for dims in ("-1, -1" if name == "output_ids" else "-1",)
+        for dims in ("-1, -1" if name in PER_TOKEN else "-1",)
     )
     batch = 8 if plays in ("ensemble", "bls", "inner", "plain") else 0
     (folder / "config.pbtxt").write_text(

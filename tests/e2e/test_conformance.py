@@ -210,13 +210,31 @@ async def choices(client: Client) -> None:
 
 @row("`n`, streamed", "流式 `n`", "n")
 async def streamed_choices(client: Client) -> None:
-    chunks = await client.chat(n=2, stream=True)
+    chunks = await client.chat(n=2, stream=True, stream_options={"include_usage": True})
     assert content(chunks, 0)
     assert content(chunks, 1)
+    once = (await client.chat())["usage"]
+    assert chunks[-1]["usage"]["prompt_tokens"] == once["prompt_tokens"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 2 * once["completion_tokens"]
 
 
-@row("`logprobs`, `top_logprobs`", "`logprobs`、`top_logprobs`", "logprobs")
+@row("`logprobs`", "`logprobs`", "logprobs")
 async def logprobs(client: Client) -> None:
+    (choice,) = (await client.chat(logprobs=True))["choices"]
+    tokens = choice["logprobs"]["content"]
+    if client.model != "chatglm":  # which writes pieces of characters, too
+        assert "".join(token["token"] for token in tokens) == choice["message"]["content"]
+    chunks = await client.chat(logprobs=True, stream=True)
+    parts = [chunk["choices"][0]["logprobs"] or {} for chunk in chunks if chunk["choices"]]
+    streamed = [token for part in parts for token in part.get("content") or ()]
+    assert [token["token"] for token in streamed] == [token["token"] for token in tokens]
+    values = [[token["logprob"] for token in each] for each in (streamed, tokens)]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert min(values[0]) < 0
+
+
+@row("`top_logprobs`", "`top_logprobs`", "logprobs", "top_logprobs")
+async def top_logprobs(client: Client) -> None:
     answer = await client.chat(logprobs=True, top_logprobs=2)
     assert len(answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
 
@@ -367,7 +385,9 @@ PARAMETERS: dict[str, Any] = {
 }
 TOLD: dict[str, dict[str, str]] = {
     "bad_words": {"inner": "81, 85, 88"},
-    "ignore_eos": {"inner": '"end_id": [-1]', "": '"ignore_eos\\": true'},
+    "ignore_eos": dict.fromkeys(("ensemble", "bls", "inner"), '"end_id": [-1]')
+    | {"": '"ignore_eos\\": true'},
+    "truncate_prompt_tokens": {"inner": ""},
     "skip_special_tokens": {"inner": "", "": '"skip_special_tokens\\": false'},
     "logit_bias": {"": "4711"},
     "priority": {"": ""},

@@ -71,11 +71,27 @@ async def test_a_stop_string_ends_an_answer(sdk: openai.AsyncOpenAI, *, stream: 
 
 
 async def test_several_choices(sdk: openai.AsyncOpenAI) -> None:
-    answer = await sdk.chat.completions.create(model="llama", messages=say(), n=3, max_tokens=20, seed=1)
+    asked: Any = {"model": "llama", "messages": say(), "max_tokens": 20, "seed": 1, "n": 3}
+    answer = await sdk.chat.completions.create(**asked)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    assert len({choice.message.content for choice in answer.choices}) == 3
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 60
+    said = ["", "", ""]
+    async for chunk in await sdk.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+    assert said == texts
+
+
+async def test_a_prompt_is_repeated(sdk: openai.AsyncOpenAI) -> None:
+    prompt = "the end and"
+    asked: Any = {"model": "llama", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    alone = await sdk.completions.create(**asked)
+    answer = await sdk.completions.create(**asked, echo=True)
+    assert answer.choices[0].text == prompt + alone.choices[0].text
+    assert answer.usage == alone.usage
 
 
 @pytest.mark.parametrize(
@@ -84,7 +100,6 @@ async def test_several_choices(sdk: openai.AsyncOpenAI) -> None:
         ({"seed": 7, "top_p": 0.5, "presence_penalty": 1, "frequency_penalty": 1}, 200, None),
         ({"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2, "stop_token_ids": [9]}, 200, None),
         ({"logit_bias": {"70": 100}}, 200, None),
-        ({"stream": True, "n": 2}, 400, "n"),
         ({"prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ({"return_token_ids": True}, 400, "return_token_ids"),
         ({"temperature": 9}, 400, "temperature"),

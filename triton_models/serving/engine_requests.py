@@ -26,8 +26,6 @@ from triton_models.text.tokenizers import Tokenizer, bad_word_ids
 from wire.request import Generation
 from wire.sampling import Sampling
 
-_SEEDS = 2**64
-
 _WORD_BITS = 32
 _ALL = 2**_WORD_BITS - 1
 
@@ -107,7 +105,7 @@ def engine_requests(
             prompt_ids=prompt,
             sampling=SamplingParams(
                 **shared,
-                seed=None if generation.seed is None else _wrapped(generation.seed + index),
+                seed=generation.seed_of(index),
                 max_tokens=limit,
                 min_tokens=least,
                 stop_token_ids=stop_ids,
@@ -176,11 +174,6 @@ def _least(generation: Generation, max_tokens: int | None) -> int:
     if max_tokens is None or max_tokens == generation.max_tokens:
         return generation.min_tokens
     return min(generation.min_tokens, max_tokens)
-
-
-def _wrapped(seed: int) -> int:
-    """Return the int64 with the low 64 bits of `seed`."""
-    return (seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2
 
 
 class TokenLimits:

@@ -215,6 +215,8 @@ class Dialect:
     """Whether the `end` of its decoders counts tokens, and belongs on a thread."""
     heartbeats: bool = True
     """Whether something is heard every few seconds of a request that waits."""
+    choices: bool = True
+    """Whether a request may ask for several; False: each is a request of its own."""
     streams: bool | None = True
     """Whether its models take requests for streams; None: those that are configured to."""
     channels: Channels | None = None

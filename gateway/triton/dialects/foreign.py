@@ -25,6 +25,8 @@ _COUNTS_ANSWER: Final = "return_num_output_tokens"
 _SHORT_TEXT: Final = 2048
 _SHORT_MESSAGES: Final = 16
 
+_MADE_HERE: Final = frozenset({"n", "echo"})
+"""Parameters that no backend has to know."""
 _PUBLIC: Final = {
     "beam_width": "use_beam_search",
     "include_stop": "include_stop_str_in_output",
@@ -117,6 +119,7 @@ class Contract:
             tokens=tokens,
             embedder=None if self.embedder is None else self.embedder(inputs),
             adapters=self.adapters,
+            choices=False,
             counts_at_end=model.thinks or _COUNTS_ANSWER not in inputs,
             heartbeats=False,
             streams=self.streams,
@@ -168,7 +171,7 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
         InvalidRequestError: it names the parameter.
     """
     for name, default in DEFAULTS.items():
-        if name not in supported and getattr(generation, name) != default:
+        if name not in _MADE_HERE and name not in supported and getattr(generation, name) != default:
             public = _PUBLIC.get(name, name)
             raise InvalidRequestError(f"{public!r} cannot be used with this model.", param=public)
     if generation.max_tokens == 0:

@@ -4,10 +4,10 @@ What a backend does not report is counted or inferred here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.chat.marked import MarkedText, VisibleTokens
+from gateway.chat.marked import VisibleTokens
 from gateway.chat.styles import possible_beginning
 from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, Reasoning, TokenLogprob, Usage
 from gateway.core.request import Generation
@@ -25,33 +25,11 @@ def limit_of(generation: Generation) -> int:
     return _DEFAULT_MAX_TOKENS if generation.max_tokens is None else generation.max_tokens
 
 
-@dataclass(slots=True)
-class _Choice:
-    marks: MarkedText
-    visible: VisibleTokens
-    begun: list[int]
-    """How many characters at the text's end may begin each stop string: those before never will."""
-    raw: list[str] = field(default_factory=list)
-    """Its text as the backend sent it, for counting."""
-    held: str = ""
-    """Text that may be the beginning of a stop string."""
-    tokens: int = 0
-    reported: bool = False
-    """Whether the backend counts its tokens."""
-    thoughts: list[str] = field(default_factory=list)
-    """Its reasoning, for counting."""
-    stopped_by: str | None = None
-    """The request's stop string that the text came to."""
-    finish: FinishReason | None = None
-    """As far as it is known; more text is not read then."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """More of one choice, as a backend reports it."""
+    """More of an answer, as a backend reports it."""
 
     text: str
-    index: int = 0
     tokens: int | None = None
     """How many tokens these are; None: the backend does not say."""
     finish: str | None = None
@@ -143,7 +121,7 @@ class TextAnswer:
     """The answer of a text backend, made into events; how a response is read, each backend's own class says.
 
     Args:
-        generation: the request.
+        generation: the request, for one choice.
         model: how its text reads.
         prompt: as it was sent.
         cut_stops: the backend may leave stop strings in its text.
@@ -163,18 +141,33 @@ class TextAnswer:
         self._generation = generation
         self._model = model
         self._prompt = prompt
-        self._stops = tuple(generation.stop) if cut_stops else ()
-        texts = (model.reader(prompt) for _ in range(generation.n))
-        self._choices = [_Choice(marks, VisibleTokens(marks), [0] * len(self._stops)) for marks in texts]
         self._prompt_tokens: int | None = None
+        self._marks = model.reader(prompt)
+        self._visible = VisibleTokens(self._marks)
+        self._stops = tuple(generation.stop) if cut_stops else ()
+        self._begun = [0] * len(self._stops)
+        """How many characters at the text's end may begin each stop string: those before never will."""
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
+        self._stopped_by: str | None = None
+        """The request's stop string that the text came to."""
+        self._raw: list[str] = []
+        """Its text as the backend sent it, for counting."""
+        self._tokens = 0
+        self._reported = False
+        """Whether the backend counts its tokens."""
+        self._thoughts: list[str] = []
+        """Its reasoning, for counting."""
+        self._finish: FinishReason | None = None
+        """As far as it is known; more text is not read then."""
 
     @property
     def over(self) -> bool:
-        """See `AnswerDecoder.over`: whether every choice came to a stop string, or to its only call."""
-        return all(choice.stopped_by is not None or choice.marks.over for choice in self._choices)
+        """See `AnswerDecoder.over`: whether it came to a stop string, or to its only call."""
+        return self._stopped_by is not None or self._marks.over
 
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:
-        """Return `Accepted` the first time: the backend began to answer.
+        """Return `Accepted` the first time, and the prompt that is to be repeated: the answer begins.
 
         Args:
             prompt_tokens: as the backend counts them; None: it does not.
@@ -186,41 +179,41 @@ class TextAnswer:
         if prompt_tokens is None:
             prompt_tokens = self._model.count_prompt(self._prompt.text)
         self._prompt_tokens = prompt_tokens
-        return [Accepted(prompt_tokens=prompt_tokens)]
+        repeated = [Delta(pieces=(self._prompt.text,), tokens=0)] if self._generation.echo else []
+        return [Accepted(prompt_tokens=prompt_tokens), *repeated]
 
     def take(self, news: News) -> list[Event]:
-        """Return the events in more of a choice.
+        """Return the events in more of the answer.
 
         Raises:
-            UpstreamProtocolError: there is no such choice, or the backend did not finish it.
+            UpstreamProtocolError: the backend did not finish it.
         """
-        choice = self._choice(news.index)
-        if choice.finish is not None:
+        if self._finish is not None:
             return []
         tokens = 1 if news.tokens is None and news.text else news.tokens or 0
-        choice.reported |= news.tokens is not None
-        if not choice.reported:
-            choice.raw.append(news.text)
-        choice.tokens += tokens
-        choice.visible.expect(news.text, news.logprobs or ())
-        pieces = self._read(choice, news.text, over=False)
+        self._reported |= news.tokens is not None
+        if not self._reported:
+            self._raw.append(news.text)
+        self._tokens += tokens
+        self._visible.expect(news.text, news.logprobs or ())
+        pieces = self._read(news.text, over=False)
         if news.finish in _FAILURES:
             raise UpstreamProtocolError("The model's backend gave up the answer.")
-        if choice.stopped_by is not None or choice.marks.over:
-            choice.finish = "stop"
+        if self.over:
+            self._finish = "stop"
         elif news.finish is not None:
-            choice.finish = "length" if news.finish in _AT_LIMIT else "stop"
+            self._finish = "length" if news.finish in _AT_LIMIT else "stop"
         if not pieces and not tokens:
             return []
-        return [Delta(pieces=pieces, tokens=tokens, index=news.index, logprobs=self._logprobs(choice))]
+        return [Delta(pieces=pieces, tokens=tokens, logprobs=self._logprobs())]
 
-    def rest(self, text: str, index: int = 0) -> list[Event]:
-        """Return the events in text of a choice that was held back: its tokens were counted already.
+    def rest(self, text: str) -> list[Event]:
+        """Return the events in text that was held back: its tokens were counted already.
 
         Raises:
             UpstreamProtocolError: as `take`.
         """
-        return self.take(News(text=text, index=index, tokens=0 if self._choice(index).reported else None))
+        return self.take(News(text=text, tokens=0 if self._reported else None))
 
     def end(self) -> list[Event]:
         """Return the events of the answer's end, which a backend may come to without saying why.
@@ -228,93 +221,78 @@ class TextAnswer:
         Counts what the backend does not, and so takes a while for a long answer.
         """
         events = self.accept()
-        usage = None
-        for index, choice in enumerate(self._choices):
-            pieces = () if choice.stopped_by is not None else self._read(choice, "", over=True)
-            before, choice.tokens = choice.tokens, self._counted(choice)
-            if index == len(self._choices) - 1:
-                usage = self._usage()
-            events.append(
-                Delta(
-                    pieces=pieces,
-                    tokens=max(0, choice.tokens - before),
-                    index=index,
-                    logprobs=self._logprobs(choice, over=True),
-                    finish_reason=self._finish(choice),
-                    stop_reason=choice.stopped_by,
-                    usage=usage,
-                )
-            )
-        return events
+        pieces = () if self._stopped_by is not None else self._read("", over=True)
+        before, self._tokens = self._tokens, self._counted()
+        usage = Usage(
+            prompt_tokens=self._prompt_tokens or 0,
+            completion_tokens=self._tokens,
+            reasoning_tokens=self._reasoning() if self._prompt.thinks else None,
+        )
+        last = Delta(
+            pieces=pieces,
+            tokens=max(0, self._tokens - before),
+            logprobs=self._logprobs(over=True),
+            finish_reason=self._finish_reason(),
+            stop_reason=self._stopped_by,
+            usage=usage,
+        )
+        return [*events, last]
 
-    def _choice(self, index: int) -> _Choice:
-        if index >= len(self._choices):
-            raise UpstreamProtocolError("The model's answer has more choices than were requested.")
-        return self._choices[index]
-
-    def _read(self, choice: _Choice, text: str, *, over: bool) -> tuple[Piece, ...]:
+    def _read(self, text: str, *, over: bool) -> tuple[Piece, ...]:
         """Return the pieces that are certain with more text, up to a stop string.
 
         That is the one that is complete first, as if the text came by character; of several, the longest.
         """
-        known = len(choice.held)
-        text = choice.held + text
-        choice.held = ""
-        if choice.stopped_by is None and self._stops:
+        known = len(self._held)
+        text = self._held + text
+        self._held = ""
+        if self._stopped_by is None and self._stops:
             found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
             if found:
                 end, at, stop = min(found)
                 kept = end if self._generation.include_stop else at
-                text, choice.stopped_by, over = text[:kept], stop, True
+                text, self._stopped_by, over = text[:kept], stop, True
             elif not over:
-                each = zip(self._stops, choice.begun, strict=True)
-                choice.begun = [possible_beginning(text[known - begun :], stop) for stop, begun in each]
-                kept = len(text) - max(choice.begun)
-                text, choice.held = text[:kept], text[kept:]
-        read = choice.marks.push(text)
+                each = zip(self._stops, self._begun, strict=True)
+                self._begun = [possible_beginning(text[known - begun :], stop) for stop, begun in each]
+                kept = len(text) - max(self._begun)
+                text, self._held = text[:kept], text[kept:]
+        read = self._marks.push(text)
         if over:
-            read += choice.marks.end()
-        choice.thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
+            read += self._marks.end()
+        self._thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
         return tuple(read)
 
-    def _logprobs(self, choice: _Choice, *, over: bool = False) -> tuple[TokenLogprob, ...] | None:
+    def _logprobs(self, *, over: bool = False) -> tuple[TokenLogprob, ...] | None:
         """Return those of tokens that turned out to be text; None: they were not requested."""
-        return None if self._generation.logprobs is None else tuple(choice.visible.shown(over=over))
+        return None if self._generation.logprobs is None else tuple(self._visible.shown(over=over))
 
-    def _finish(self, choice: _Choice) -> FinishReason:
-        """Return why a choice ended, whose tokens were counted."""
-        finish = choice.finish
+    def _finish_reason(self) -> FinishReason:
+        """Return why the answer ended, whose tokens were counted."""
+        finish = self._finish
         if finish is None:
-            finish = "stop" if self._limit is None or choice.tokens < self._limit else "length"
-        called = choice.marks.called and not choice.marks.cut
+            finish = "stop" if self._limit is None or self._tokens < self._limit else "length"
+        called = self._marks.called and not self._marks.cut
         return "tool_calls" if called and finish == "stop" else finish
 
-    def _usage(self) -> Usage:
-        reasoning = sum(self._reasoning(each) for each in self._choices)
-        return Usage(
-            prompt_tokens=self._prompt_tokens or 0,
-            completion_tokens=sum(each.tokens for each in self._choices),
-            reasoning_tokens=reasoning if self._prompt.thinks else None,
-        )
-
-    def _reasoning(self, choice: _Choice) -> int:
-        """Return how many of a choice's tokens are reasoning, without its marks."""
-        if not choice.thoughts or self._model.vocabulary is None:
+    def _reasoning(self) -> int:
+        """Return how many of the tokens are reasoning, without its marks."""
+        if not self._thoughts or self._model.vocabulary is None:
             return 0
-        return min(choice.tokens, self._model.vocabulary.count("".join(choice.thoughts)))
+        return min(self._tokens, self._model.vocabulary.count("".join(self._thoughts)))
 
-    def _counted(self, choice: _Choice) -> int:
-        """Return a choice's tokens: the backend's own count, or the tokenizer's of its text."""
-        if choice.reported or self._model.vocabulary is None:
-            return choice.tokens
-        return self._model.vocabulary.count("".join(choice.raw))
+    def _counted(self) -> int:
+        """Return the number of tokens: the backend's own count, or the tokenizer's of the text."""
+        if self._reported or self._model.vocabulary is None:
+            return self._tokens
+        return self._model.vocabulary.count("".join(self._raw))
 
 
 class TextOutputs(TextAnswer):
     """Reads the outputs that text backends have in common, those of them that a model has.
 
-    `text_output` has a text for each choice, `num_input_tokens` a count of the prompt's tokens;
-    `num_output_tokens` and `finish_reason` tell of each text.
+    `text_output` has a text, `num_input_tokens` a count of the prompt's tokens; `num_output_tokens` and
+    `finish_reason` tell of the text.
 
     Args:
         before: as for `Growth`.
@@ -331,42 +309,41 @@ class TextOutputs(TextAnswer):
         **answer: Any,
     ) -> None:
         super().__init__(generation, model, prompt, **answer)
-        self._growths = [Growth(before) for _ in self._choices]
+        self._growth = Growth(before)
 
     def decode(self, response: Response) -> list[Event]:
         """See `AnswerDecoder.decode`."""
         found = outputs(response)
-        events = self.accept(next(iter(found.get("num_input_tokens", ())), None))
-        counts, reasons = found.get("num_output_tokens", []), found.get("finish_reason", [])
+        events = self.accept(_first(found, "num_input_tokens"))
         texts = found.get("text_output", [])
-        if 0 < len(texts) < len(self._choices):
-            raise UpstreamProtocolError(
-                f"The model's backend answered with {len(texts)} of {len(self._choices)} choices."
-            )
-        for index, text in enumerate(texts):
-            self._choice(index)
-            reason = reasons[index] if index < len(reasons) and reasons[index] not in _UNENDED else None
-            new = self._growths[index].push(text)
+        if len(texts) > 1:
+            raise UpstreamProtocolError("The model's answer has more choices than were requested.")
+        for text in texts:
+            reason = _first(found, "finish_reason")
+            finish = None if reason in _UNENDED else reason
             news = News(
-                text=new if reason is None else new + self._growths[index].end(),
-                index=index,
-                tokens=counts[index] if index < len(counts) else None,
-                finish=reason,
-                logprobs=self.logprobs_in(found, index),
+                text=self._growth.push(text) + ("" if finish is None else self._growth.end()),
+                tokens=_first(found, "num_output_tokens"),
+                finish=finish,
+                logprobs=self.logprobs_in(found),
             )
             events += self.take(news)
         return events
 
-    def logprobs_in(self, found: Mapping[str, Sequence[Any]], index: int) -> tuple[TokenLogprob, ...] | None:
-        """Return a text's log-probabilities, which each backend that has some reports in its own way."""
+    def logprobs_in(self, found: Mapping[str, Sequence[Any]]) -> tuple[TokenLogprob, ...] | None:
+        """Return the text's log-probabilities, which each backend that has some reports in its own way."""
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
-        held = [self.rest(growth.end(), index) for index, growth in enumerate(self._growths)]
-        return [event for events in held for event in events] + super().end()
+        return self.rest(self._growth.end()) + super().end()
 
 
-_UNENDED: Final = frozenset({"None", ""})
+def _first(found: Mapping[str, Sequence[Any]], name: str) -> Any:
+    """Return the first value of an output; None: there is none."""
+    return next(iter(found.get(name, ())), None)
+
+
+_UNENDED: Final = frozenset({None, "None", ""})
 """What they send as finish reason until there is one."""
 _AT_LIMIT: Final = frozenset({"length", "timeout"})
 """What they call an end that is not the model's own."""

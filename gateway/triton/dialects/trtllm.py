@@ -7,6 +7,7 @@ to ask for that; so does a BLS model with `accumulate_tokens`, although it sends
 Names changed between releases: both are known here, and those that the model has are sent.
 """
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -40,9 +41,14 @@ _GRAMMARS: Final = {
     "json_object": "json",
     "json_schema": "json_schema",
     "regex": "regex",
+    "choice": "regex",
     "lark": "ebnf_grammar",
 }
-_SUPPORTED: Final = (*NUMBERS, "max_tokens", "stop", "bad_words", "include_stop", "priority")
+_SUPPORTED: Final = (*NUMBERS, "max_tokens", "stop", "bad_words", "include_stop", "ignore_eos", "priority")
+NO_END: Final = -1
+"""As `end_id`: no id ends the answer."""
+_SPECIAL: Final = str.maketrans({sign: "\\" + sign for sign in r"\.^$|?*+()[]{}"})
+"""Of the signs that mean something in regular expressions."""
 
 
 def _write(
@@ -55,6 +61,8 @@ def _write(
     tensors.numbers("stream", "BOOL", generation.stream)
     tensors.flags("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
     tensors.parameters(generation, NUMBERS, names_of, seeded=True)
+    if generation.ignore_eos and not tensors.numbers("end_id", "INT32", NO_END):
+        raise InvalidRequestError("The model's backend does not have 'ignore_eos'.", param="ignore_eos")
     for name, words in (("stop_words", generation.stop), ("bad_words", generation.bad_words)):
         if words and not tensors.text(name, *words) and name == "bad_words":
             raise InvalidRequestError("The model's backend does not have 'bad_words'.", param=name)
@@ -77,8 +85,11 @@ def constrain(tensors: Tensors, grammar: Grammar) -> None:
     kind = _GRAMMARS.get(grammar.kind, "")
     if not kind or not tensors.text("guided_decoding_guide_type", kind):
         raise InvalidRequestError("The model's backend has no such grammar.", param=grammar.field)
-    if grammar.text:
-        tensors.text("guided_decoding_guide", grammar.text)
+    guide = grammar.text
+    if grammar.kind == "choice":
+        guide = f"({'|'.join(each.translate(_SPECIAL) for each in json.loads(guide))})"
+    if guide:
+        tensors.text("guided_decoding_guide", guide)
 
 
 def _answer(

@@ -4,17 +4,19 @@ Source of the contract: https://github.com/NVIDIA/TensorRT-LLM,
 `triton_backend/all_models/inflight_batcher_llm/tensorrt_llm`. The gateway's tokenizer makes the ids and reads
 them. Without beams a streamed response has the new ids only. There is no finish reason: an answer as long as
 its limit ended by it. The id that ends an answer is not in it, but the ids of stop words are.
+Log-probabilities are those of the answer's own ids: of the new ones, or, in other releases, of all so far.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 from msgspec import structs
 
 from gateway.chat.vocabulary import Vocabulary
-from gateway.core.events import Accepted, Delta, Event
+from gateway.core.events import Accepted, Delta, Event, TokenLogprob
 from gateway.core.request import Generation, TokenIds
-from gateway.errors import InvalidRequestError
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.triton.dialects import trtllm
 from gateway.triton.dialects.base import Request, Response
 from gateway.triton.dialects.foreign import Contract
@@ -24,17 +26,27 @@ from gateway.triton.dialects.text_answer import News, TextAnswer, limit_of
 
 _SUPPORTED: Final = (
     *trtllm.NUMBERS, "max_tokens", "stop", "stop_token_ids", "bad_words", "include_stop", "ignore_eos",
-    "show_special", "return_token_ids", "priority",
+    "show_special", "return_token_ids", "logprobs", "truncate_prompt_tokens", "priority",
 )  # fmt: skip
-_NO_END: Final = -1
-"""As `end_id`: no id ends the answer."""
+_WHAT_HAS_ROOM: Final = -1
+"""As `truncate_prompt_tokens`: as many as fit in the context."""
 
 
 def _prompt(generation: Generation, _inputs: Collection[str], model: ModelText) -> RenderedPrompt:
-    prompt = generation.prompt
+    prompt, kept = generation.prompt, generation.truncate_prompt_tokens
+    if kept == _WHAT_HAS_ROOM:
+        raise InvalidRequestError(
+            "The gateway does not know this model's context: say how many tokens to keep.",
+            param="truncate_prompt_tokens",
+        )
     if isinstance(prompt, TokenIds):
-        return RenderedPrompt("", len(prompt.ids), ids=tuple(prompt.ids))
-    return model.encoded(prompt, generation.prompt_field)
+        rendered = RenderedPrompt("", ids=tuple(prompt.ids))
+    else:
+        rendered = model.encoded(prompt, generation.prompt_field)
+    ids = rendered.ids[-kept:] if kept else rendered.ids
+    if generation.echo and (ids != rendered.ids or isinstance(prompt, TokenIds)):
+        rendered = replace(rendered, text=model.required_vocabulary().decode(ids))
+    return replace(rendered, ids=ids, tokens=len(ids))
 
 
 def _write(
@@ -48,7 +60,7 @@ def _write(
     tensors.numbers("beam_width", "INT32", 1)
     tensors.numbers("streaming", "BOOL", generation.stream)
     tensors.flags("exclude_input_in_output")
-    for end in [_NO_END] if generation.ignore_eos else vocabulary.ends[:1]:
+    for end in [trtllm.NO_END] if generation.ignore_eos else vocabulary.ends[:1]:
         tensors.numbers("end_id", "INT32", end)
     if vocabulary.pad is not None:
         tensors.numbers("pad_id", "INT32", vocabulary.pad)
@@ -66,6 +78,13 @@ def _write(
             raise InvalidRequestError("The model's backend does not have 'bad_words'.", param="bad_words")
     if generation.grammar is not None:
         trtllm.constrain(tensors, generation.grammar)
+    if generation.logprobs:
+        raise InvalidRequestError(
+            "The model's backend has log-probabilities of the answer's own tokens, and of no others.",
+            param="top_logprobs",
+        )
+    if generation.logprobs is not None and not tensors.flags("return_log_probs"):
+        raise InvalidRequestError("The model's backend has no log-probabilities.", param="logprobs")
     return message
 
 
@@ -86,6 +105,8 @@ class _Answer(TextAnswer):
         self._stop_ids = set(generation.stop_token_ids)
         self._stopped_by_id: int | None = None
         """The request's stop id that the answer came to."""
+        self._generated = 0
+        """How many ids came."""
         self._repeats = not generation.stream and "exclude_input_in_output" not in inputs
         """Whether the ids may begin with the prompt's: the model's configuration says so, not the request."""
 
@@ -97,7 +118,7 @@ class _Answer(TextAnswer):
         prompt = self._prompt.ids
         if self._repeats and ids[: len(prompt)] == prompt:
             ids = ids[len(prompt) :]
-        return [*self.accept(), *self._take(ids)]
+        return [*self.accept(), *self._take(ids, found.get("output_log_probs", ()))]
 
     def end(self) -> list[Event]:
         """See `AnswerDecoder.end`."""
@@ -113,19 +134,44 @@ class _Answer(TextAnswer):
             return [Accepted(prompt_tokens=len(ids), prompt_token_ids=(ids,))]
         return events
 
-    def _take(self, ids: tuple[int, ...]) -> list[Event]:
+    def _take(self, ids: tuple[int, ...], probabilities: Sequence[float]) -> list[Event]:
+        probabilities = self._new(probabilities, len(ids))
         stop = next((id_ for id_ in ids if id_ in self._stop_ids or id_ in self._ends), None)
         shown = ids
         if stop is not None:
             at = ids.index(stop)
             ids, shown = ids[: at + 1], ids[: at + self._generation.include_stop]
-        text = self._text.push(shown) + (self._text.end() if stop is not None else "")
-        events = self.take(News(text=text, tokens=len(ids), finish=None if stop is None else "stop"))
+        texts = [self._text.push([id_]) for id_ in shown]
+        news = News(
+            text="".join(texts) + (self._text.end() if stop is not None else ""),
+            tokens=len(ids),
+            finish=None if stop is None else "stop",
+            logprobs=tuple(map(_logprob, shown, texts, probabilities)),
+        )
+        events = self.take(news)
         if stop in self._stop_ids and events:
             self._stopped_by_id = stop
         if self._generation.return_token_ids and events and isinstance(last := events[-1], Delta):
             events[-1] = structs.replace(last, token_ids=ids)
         return events
+
+    def _new(self, probabilities: Sequence[float], count: int) -> Sequence[float]:
+        """Return the log-probabilities of the newest `count` ids, if they were requested.
+
+        Raises:
+            UpstreamProtocolError: the backend told too few.
+        """
+        before, self._generated = self._generated, self._generated + count
+        if self._generation.logprobs is None:
+            return ()
+        if len(probabilities) < count:
+            raise UpstreamProtocolError("The model's backend left out log-probabilities.")
+        start = before if len(probabilities) >= self._generated else 0
+        return probabilities[start : start + count]
+
+
+def _logprob(id_: int, text: str, logprob: float) -> TokenLogprob:
+    return TokenLogprob(id=id_, token=text, utf8=text.encode(), logprob=logprob, top=())
 
 
 CONTRACT: Final = Contract(

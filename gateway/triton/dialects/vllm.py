@@ -21,8 +21,8 @@ from gateway.triton.dialects.tensors import Tensors
 from gateway.triton.dialects.text_answer import TextOutputs
 
 _SAME: Final = (
-    "n", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "logprobs",
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "logprobs",
 )  # fmt: skip
 """Parameters that vLLM's SamplingParams call the same."""
 _LATER: Final = ("min_tokens", "bad_words")
@@ -46,8 +46,6 @@ _IMAGES: Final = "image"
 def _write(
     generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], _model: ModelText
 ) -> Request:
-    if generation.stream and generation.n > 1:
-        raise InvalidRequestError("The model's backend does not stream several choices.", param="n")
     message = Request(model_name=generation.model, id=generation.request_id)
     tensors = Tensors(message, inputs)
     tensors.text("text_input", prompt.text)
@@ -97,12 +95,12 @@ class _Answer(TextOutputs):
         limit = generation.max_tokens
         super().__init__(generation, model, prompt, before=before, cut_stops=False, limit=limit)
 
-    def logprobs_in(self, found: Mapping[str, Sequence[Any]], index: int) -> tuple[TokenLogprob, ...] | None:
+    def logprobs_in(self, found: Mapping[str, Sequence[Any]]) -> tuple[TokenLogprob, ...] | None:
         """Read a JSON list with an object for each token: the sampled one's entry comes first."""
-        documents, count = found.get("logprobs", []), self._generation.logprobs
-        if count is None or index >= len(documents) or not documents[index]:
+        document, count = next(iter(found.get("logprobs", ())), None), self._generation.logprobs
+        if count is None or not document:
             return None
-        return tuple(_logprob(each, count) for each in json.loads(documents[index]) or ())
+        return tuple(_logprob(each, count) for each in json.loads(document) or ())
 
 
 def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:

@@ -5,7 +5,7 @@ from contextlib import aclosing
 import pytest
 from msgspec.structs import replace
 
-from gateway.core.batch import together
+from gateway.core.batch import choices_apart, together
 from gateway.core.events import (
     Accepted,
     Delta,
@@ -154,6 +154,70 @@ async def test_a_client_that_does_not_read_holds_all_back() -> None:
             await anext(source)
         await asyncio.sleep(0.02)
         assert produced <= 10 + 4
+
+
+class Choices:
+    """Answers of one token of reasoning and one of text, to a prompt of three, of which some are cached."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+        self.gates: dict[int, asyncio.Event] = {}
+        self.error: Exception | None = None
+        self.running = 0
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        assert generation.n == 1
+        place = len(self.seeds)
+        self.seeds.append(generation.seed)
+        self.running += 1
+        try:
+            if place in self.gates:
+                await self.gates[place].wait()
+            if place and self.error is not None:
+                raise self.error
+            yield Accepted(prompt_tokens=3)
+            yield Delta(pieces=(str(place),), tokens=1)
+            usage = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=2 * place, reasoning_tokens=1)
+            yield Delta(tokens=1, finish_reason="stop", usage=usage)
+        finally:
+            self.running -= 1
+
+
+async def test_choices_apart_are_told_as_those_of_one_generation() -> None:
+    script = Choices()
+    async with aclosing(choices_apart(script.generate, replace(TWO_CHOICES, n=3, seed=2**63 - 1))) as source:
+        first, *others = [event async for event in source]
+    assert script.seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert first == Accepted(prompt_tokens=3)
+    deltas = [event for event in others if isinstance(event, Delta)]
+    assert sorted((delta.index, delta.text) for delta in deltas if delta.text) == [
+        (0, "0"),
+        (1, "1"),
+        (2, "2"),
+    ]
+    assert sorted(delta.index for delta in deltas if delta.finish_reason) == [0, 1, 2]
+    assert [delta.usage for delta in deltas[:-1]] == [None] * 5
+    assert deltas[-1].usage == Usage(prompt_tokens=3, completion_tokens=6, reasoning_tokens=3)
+
+
+async def test_a_choice_does_not_wait_for_another() -> None:
+    script = Choices()
+    script.gates[1] = asyncio.Event()
+    async with aclosing(choices_apart(script.generate, TWO_CHOICES)) as source:
+        told = [await anext(source) for _ in range(3)]
+        assert [type(event) for event in told] == [Accepted, Delta, Delta]
+        script.gates[1].set()
+        assert [event.index async for event in source if isinstance(event, Delta)] == [1, 1]
+    assert script.seeds == [None, None]
+
+
+async def test_the_first_error_of_a_choice_ends_all() -> None:
+    script = Choices()
+    script.error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError):
+        async for _ in choices_apart(script.generate, TWO_CHOICES):
+            pass
+    assert script.running == 0
 
 
 async def test_a_cancellation_out_of_a_source_ends_all_at_once() -> None:

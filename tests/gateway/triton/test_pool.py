@@ -41,6 +41,7 @@ from tests.gateway.triton.fake_triton import (
     until,
 )
 from tests.gateway.triton.running import collect, text
+from wire.request import decode_request
 
 Serve = Callable[..., Any]
 
@@ -309,6 +310,37 @@ async def test_only_a_stream_of_a_model_without_heartbeats_may_be_silent_for_too
     else:
         assert text(await collect(pool, generation())) == "late"
     assert len(observer.errors) == stream
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_backend_that_writes_one_choice_is_asked_for_each(
+    triton: Any, serve: Serve, observer: Any, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    monkeypatch.setattr(dialects, "CHATGLM", replace(CHATGLM, choices=False, channels=None))
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        asked: Any = decode_request(inputs_of(request)["sampling"])
+        assert asked.n == 1
+        yield accepted()
+        yield finished(f"seed {asked.seed}", 1)
+
+    triton.model.answer = answer
+    pool = await serve(triton)
+    events = await collect(pool, generation(n=3, seed=7, stream=stream))
+    assert events[0] == Accepted(prompt_tokens=5)
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert sorted((each.index, each.text) for each in deltas) == [(0, "seed 7"), (1, "seed 8"), (2, "seed 9")]
+    assert deltas[-1].usage is not None
+    assert (deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens) == (5, 6)
+    triton.model.answer = refusing("tritongate:invalid_request: no")
+    with pytest.raises(InvalidRequestError):
+        await collect(pool, generation(n=3, stream=stream))
+    triton.model.answer = hanging(accepted())
+    events_of_others = pool.generate(generation(n=3, stream=stream))
+    assert isinstance(await anext(events_of_others), Accepted)
+    await events_of_others.aclose()
+    await until(triton.cancelled.is_set)
+    assert observer.errors == []
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import struct
 from collections.abc import Collection
 from typing import Any
@@ -108,13 +109,6 @@ def test_an_older_vllm_does_not_repeat_the_prompt(texts: list[str], *, stream: b
     assert last.finish_reason == "stop"
 
 
-def test_a_choice_that_vllm_leaves_out_is_no_empty_answer() -> None:
-    """The official backend sends what vLLM's engine told last: often of the last choice alone."""
-    dialect = vllm.CONTRACT.dialect(VLLM | {"exclude_input_in_output"}, NOT_COUNTING)
-    with pytest.raises(UpstreamProtocolError, match="1 of 2 choices"):
-        read(dialect, [response("Two.")], n=2)
-
-
 def test_any_vllm_reads_the_parameters_of_a_plain_request() -> None:
     """None may be null, older releases refuse 0 as `top_k`, and do not know of all parameters."""
     dialect = vllm.CONTRACT.dialect(VLLM, NOT_COUNTING)
@@ -200,6 +194,30 @@ def test_a_newer_ensemble_counts_what_is_new(
     assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (7, 3)
     assert last.finish_reason == reason
+
+
+def test_an_ensemble_may_write_past_its_end() -> None:
+    dialect = trtllm.CONTRACT.dialect(ENSEMBLE | {"end_id"}, NOT_COUNTING)
+    asked = given(dialect.request(prepared(dialect, ignore_eos=True), ModelReport(), 1.0))
+    assert asked["end_id"] == [-1]
+    assert "end_id" not in given(dialect.request(prepared(dialect), ModelReport(), 1.0))
+    older = trtllm.CONTRACT.dialect(ENSEMBLE, NOT_COUNTING)
+    with pytest.raises(InvalidRequestError) as refused:
+        older.request(prepared(older, ignore_eos=True), ModelReport(), 1.0)
+    assert refused.value.param == "ignore_eos"
+
+
+def test_choices_are_a_regular_expression_to_an_ensemble() -> None:
+    guide = {"guided_decoding_guide_type", "guided_decoding_guide"}
+    dialect = trtllm.CONTRACT.dialect(ENSEMBLE | guide, NOT_COUNTING)
+    choices = ["a b", "1+1 (two)", "[x]"]
+    grammar = Grammar(kind="choice", text=json.dumps(choices), field="structured_outputs.choice")
+    asked = given(dialect.request(prepared(dialect, grammar=grammar), ModelReport(), 1.0))
+    assert asked["guided_decoding_guide_type"] == ["regex"]
+    (guide_text,) = asked["guided_decoding_guide"]
+    assert guide_text.startswith("(a b|")
+    assert all(re.fullmatch(guide_text, each) for each in choices)
+    assert not re.fullmatch(guide_text, "11 two")
 
 
 def test_an_ensemble_that_cannot_leave_out_the_prompt() -> None:

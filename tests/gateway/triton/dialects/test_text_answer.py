@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.chat.styles import STYLES
 from gateway.chat.vocabulary import Vocabulary
-from gateway.core.events import CallPart, Delta, Event, Reasoning, TokenLogprob, joined_pieces
+from gateway.core.events import Accepted, CallPart, Delta, Event, Reasoning, TokenLogprob, joined_pieces
 from gateway.core.request import Generation
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.text_answer import Growth, News, TextAnswer, limit_of
@@ -260,12 +260,19 @@ def test_text_is_compared_with_a_stop_string_once_however_long_it_is_held_back()
 
 
 def test_an_answer_ends_with_its_stop_string_though_the_backend_goes_on() -> None:
-    reader = answer(stop=["END"], n=2)
+    reader = answer(stop=["END"])
     reader.take(News(text="one EN"))
     assert not reader.over
     reader.take(News(text="D and so on"))
-    assert not reader.over, "the other choice has not ended"
-    reader.take(News(text="END", index=1))
     assert reader.over
+    assert reader.take(News(text="more")) == []
     ends = [(delta.finish_reason, delta.stop_reason) for delta in deltas(reader.end())]
-    assert ends == [("stop", "END")] * 2
+    assert ends == [("stop", "END")]
+
+
+def test_a_prompt_is_repeated_once_and_is_no_part_of_the_answer() -> None:
+    reader = answer(echo=True, stop=["Hi"])
+    accepted, *events = [*reader.accept(), *reader.take(News(text="Two.", finish="stop")), *reader.end()]
+    assert isinstance(accepted, Accepted)
+    assert [(delta.text, delta.tokens) for delta in deltas(events)] == [("Hi", 0), ("Two.", 1), ("", 3)]
+    assert events[-1].finish_reason == "stop"

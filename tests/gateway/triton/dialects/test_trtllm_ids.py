@@ -1,6 +1,8 @@
 import asyncio
 import json
 import struct
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tritonclient.grpc import service_pb2
 from gateway.core.events import Accepted, Delta, Event, Reasoning, joined_pieces
 from gateway.core.request import Conversation, Generation, Message, PlainText, TokenIds
 from gateway.core.upstream import Tokenization
-from gateway.errors import InvalidRequestError
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.dialects.model_text import ModelText
 from gateway.triton.dialects.tensors import outputs
@@ -20,7 +22,7 @@ INPUTS = frozenset(
     {
         "input_ids", "input_lengths", "request_output_len", "streaming", "end_id", "pad_id", "beam_width",
         "temperature", "runtime_top_k", "runtime_top_p", "seed", "stop_words_list", "bad_words_list",
-        "exclude_input_in_output",
+        "exclude_input_in_output", "return_log_probs",
     }
 )  # fmt: skip
 END, OTHER_END, THINK, THOUGHT = range(256, 260)
@@ -72,14 +74,19 @@ def written(dialect: Dialect, **changes: Any) -> dict[str, list[Any]]:
     return outputs(response)
 
 
-def answered(dialect: Dialect, *each: list[int], **changes: Any) -> list[Event]:
+def answered(
+    dialect: Dialect, *each: list[int], logprobs_of: Sequence[list[float]] = (), **changes: Any
+) -> list[Event]:
     decoder = dialect.decoder(prepared(dialect, **changes), ModelReport())
     events: list[Event] = []
-    for ids in each:
+    for ids, probabilities in zip_longest(each, logprobs_of):
         response = service_pb2.ModelInferResponse()
         for name, values in (("output_ids", ids), ("sequence_length", [len(ids)])):
             response.outputs.add(name=name, datatype="INT32")
             response.raw_output_contents.append(struct.pack(f"<{len(values)}i", *values))
+        if probabilities is not None:
+            response.outputs.add(name="output_log_probs", datatype="FP32")
+            response.raw_output_contents.append(struct.pack(f"<{len(probabilities)}f", *probabilities))
         events += decoder.decode(response)
     return [*events, *decoder.end()]
 
@@ -203,12 +210,70 @@ def test_a_limit_of_the_gateways_own_ends_an_answer_as_any_other(dialect: Dialec
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("n", 2), ("logprobs", 1), ("logit_bias", {1: 1.0}), ("max_tokens", 0)]
+    "told",
+    [
+        [[-0.5], [-1.0, -1.5, -2.0], [-2.5]],
+        [[-0.5], [-0.5, -1.0, -1.5, -2.0], [-0.5, -1.0, -1.5, -2.0, -2.5]],
+        [[-0.5], [-0.5, -1.0, -1.5, -2.0], [-0.5, -1.0, -1.5, -2.0, -2.5, -3.0]],  # and the end's own
+    ],
 )
-def test_what_it_cannot_do_is_refused_by_name(dialect: Dialect, field: str, value: Any) -> None:
+def test_log_probabilities_are_those_of_the_answers_ids(dialect: Dialect, told: list[list[float]]) -> None:
+    events = answered(dialect, [97], EURO, [98], logprobs_of=told, logprobs=0, stream=True)
+    tokens = [each for event in events if isinstance(event, Delta) for each in event.logprobs or ()]
+    assert [(each.id, each.token, each.logprob, each.top) for each in tokens] == [
+        (97, "a", -0.5, ()),
+        (EURO[0], "", -1.0, ()),
+        (EURO[1], "", -1.5, ()),
+        (EURO[2], "€", -2.0, ()),
+        (98, "b", -2.5, ()),
+    ]
+    assert written(dialect, logprobs=0)["return_log_probs"] == [True]
+    assert "return_log_probs" not in written(dialect)
+
+
+def test_the_id_that_stopped_an_answer_has_no_log_probability(dialect: Dialect) -> None:
+    asked: dict[str, Any] = {"logprobs": 0, "stop_token_ids": [98]}
+    events = answered(dialect, [*b"abc"], logprobs_of=[[-0.5, -1.0, -1.5]], **asked)
+    tokens = [each for event in events if isinstance(event, Delta) for each in event.logprobs or ()]
+    assert [each.token for each in tokens] == ["a"]
+
+
+def test_log_probabilities_that_are_left_out_are_an_error(dialect: Dialect) -> None:
+    with pytest.raises(UpstreamProtocolError, match="left out"):
+        answered(dialect, [*b"abc"], logprobs_of=[[-0.5, -1.0]], logprobs=0)
+
+
+def test_only_the_last_tokens_of_a_prompt_are_kept(dialect: Dialect) -> None:
+    kept: dict[str, Any] = {"prompt": PlainText("abcd"), "truncate_prompt_tokens": 3, "echo": True}
+    assert written(dialect, **kept)["input_ids"] == [*b"bcd"]
+    events = answered(dialect, [*b"ef"], **kept)
+    assert events[0] == Accepted(prompt_tokens=3)
+    assert text_of(events) == "bcdef"
+    assert written(dialect, **kept | {"truncate_prompt_tokens": 5})["input_ids"] == [*b"abcd"]
+    assert text_of(answered(dialect, [99], prompt=TokenIds((97, 98)), echo=True)) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"logprobs": 1}, "top_logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"logit_bias": {1: 1.0}}, "logit_bias"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(dialect: Dialect, changes: Any, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        written(dialect, **{field: value})
-    assert caught.value.param == field
+        written(dialect, **changes)
+    assert caught.value.param == param
+
+
+def test_an_older_release_has_no_log_probabilities(model: ModelText) -> None:
+    older = CONTRACT.dialect(INPUTS - {"return_log_probs"}, model)
+    with pytest.raises(InvalidRequestError) as caught:
+        written(older, logprobs=0)
+    assert caught.value.param == "logprobs"
 
 
 def test_the_ids_of_the_end_are_those_of_the_folder(model: ModelText) -> None:
