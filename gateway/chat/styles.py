@@ -444,6 +444,19 @@ STYLES: Final = {
     )
 }
 
+CALL_LIST: Final = CallStyle(
+    name="list",
+    openings=(),
+    closing="",
+    begins=_begins_objects,
+    heads=(_OBJECT_HEAD,),
+    read=_read_objects,
+    unmarked=True,
+    separators=",]",
+)
+"""A JSON list of objects with a name and arguments: no family's own, but what a grammar can hold any model to
+(`gateway.chat.call_list`)."""
+
 
 def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
     """Return the style that a chat template's own text gives away; None: none of these.

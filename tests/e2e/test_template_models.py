@@ -1,5 +1,6 @@
 """Own models whose conversations a chat template writes, by the official SDK."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,57 @@ def test_a_base_model_has_no_conversations(client: openai.OpenAI) -> None:
         client.chat.completions.create(model=BASE, messages=QUESTION)
 
 
-def test_a_required_call_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="cannot be made to call a tool"):
-        client.chat.completions.create(model=SCRIPTED, messages=QUESTION, tools=TOOLS, tool_choice="required")
+OTHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_time",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"$ref": "#/$defs/zone"}},
+            "required": ["zone"],
+            "additionalProperties": False,
+            "$defs": {"zone": {"enum": ["UTC", "CET"]}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_call_is_required(client: openai.OpenAI, seed: int) -> None:
+    """Of random weights at the highest temperature."""
+    asked: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "tools": [*TOOLS, OTHER], "seed": seed}
+    asked |= {"tool_choice": "required", "temperature": 2, "max_tokens": 400}
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert not choice.message.content
+    calls = [(each.function.name, each.function.arguments) for each in choice.message.tool_calls or ()]
+    assert calls
+    whole = calls if choice.finish_reason == "tool_calls" else calls[:-1]
+    for name, arguments in whole:
+        assert name in ("get_weather", "get_time")
+        assert name == "get_weather" or json.loads(arguments) in ({"zone": "UTC"}, {"zone": "CET"})
+    chunks = client.chat.completions.create(**asked, stream=True)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    streamed = [
+        "".join(each.function.arguments or "" for each in parts if each.index == at)
+        for at in range(len(calls))
+    ]
+    assert streamed == [arguments for _, arguments in calls]
+
+
+def test_a_named_tool_is_called_once(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "get_time"}}
+    (choice,) = client.chat.completions.create(
+        model=CHAT, messages=QUESTION, tools=[*TOOLS, OTHER], tool_choice=named, temperature=2
+    ).choices
+    assert choice.finish_reason == "tool_calls"
+    calls: Any = choice.message.tool_calls
+    (call,) = calls
+    assert call.function.name == "get_time"
+    assert json.loads(call.function.arguments) in ({"zone": "UTC"}, {"zone": "CET"})
+
+
+def test_a_strict_tool_must_be_called(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="enforced where it must come") as refused:
+        client.chat.completions.create(model=CHAT, messages=QUESTION, tools=[OTHER])
+    assert refused.value.param == "tools"

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 CONTEXT = 1024
 SPECIAL = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+    "{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

@@ -1,5 +1,6 @@
 """Grammars for answers of text and tool calls, in the syntax of each chat format (see `wire.calls`)."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,12 +117,7 @@ def call_document(
     names = [tool.name for tool in calls.tools]
     if metadata is not None and metadata not in names:
         raise InvalidGrammarError("the answer begins as the call of none of the tools")
-    size = Counter[str]()
-    for tool in calls.tools:
-        size += check_schema(tool.parameters, "parameters", strict=tool.strict)
-    check_size(size)
-    for tool in calls.tools:
-        drop_needless_keywords(tool.parameters)
+    _check(calls)
     first = optional(prefix)
     rules = syntax.rules
     for at, tool in enumerate(calls.tools):
@@ -136,13 +132,50 @@ def call_document(
     openings = [f"{prefix}{line}{syntax.opening}" for line in lines]
     if not (calls.required or resumed or calls.text is None):
         openings.append(f"{prefix}\n")
-    schemas = [("parameters", tool.parameters) for tool in calls.tools if tool.strict]
     return Document(
         f'{start}text: {first}"\\n" {answer.body}\n{answer.rules}{rules}',
         answer.nested,
         openings,
-        [*schemas, ("$", answer.schema)],
+        [*_strict_schemas(calls), ("$", answer.schema)],
     )
+
+
+def list_document(text: str) -> Document:
+    """Return the document to compile for a grammar of kind `tool_calls` of an answer without a chat format.
+
+    It is a JSON list of calls: `[{"name": N, "arguments": {...}}, ...]`.
+
+    Raises:
+        InvalidGrammarError: the grammar is broken or cannot be enforced, or the answer need not be calls.
+    """
+    calls = read(decode_tool_calls, text, "rule of calls")
+    if not calls.required:
+        raise InvalidGrammarError("text cannot be told from calls: the model's format has none here")
+    _check(calls)
+    rules, openings = "", []
+    for at, tool in enumerate(calls.tools):
+        body, _ = _json(tool, f"t{at}")
+        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
+        rules += f'call{at}: {literal(opening)} {body} "}}"\n'
+        openings.append(f"[{opening}")
+    more = "" if calls.single else '(", " call)*'
+    call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
+    start = f'start: "[" call {more} "]"\ncall: {call}\n'
+    return Document(start + rules, None, openings, _strict_schemas(calls))
+
+
+def _check(calls: ToolCalls) -> None:
+    """Check the tools' schemas, and drop from them what restricts nothing."""
+    size = Counter[str]()
+    for tool in calls.tools:
+        size += check_schema(tool.parameters, "parameters", strict=tool.strict)
+    check_size(size)
+    for tool in calls.tools:
+        drop_needless_keywords(tool.parameters)
+
+
+def _strict_schemas(calls: ToolCalls) -> list[tuple[str, Any]]:
+    return [("parameters", tool.parameters) for tool in calls.tools if tool.strict]
 
 
 def parts(text: str) -> Iterator[tuple[Part, Grammar]]:

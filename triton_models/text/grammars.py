@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triton_models.errors import InvalidGrammarError, TokenMaskError, panics_are_errors
-from triton_models.text.call_grammar import call_document, parts
+from triton_models.text.call_grammar import call_document, list_document, parts
 from triton_models.text.formats import ChatFormat
 from triton_models.text.grammar_text import about_grammar, about_mask, text_document
 from triton_models.text.tokenizers import Tokenizer, ids_within
@@ -379,9 +379,11 @@ class Grammars:
     def _compile(self, grammar: Grammar, *, continues: bool, metadata: str | None = None) -> CompiledGrammar:
         prefix = " " if self._pieces.hides_space and not continues else ""
         words = self._words
-        if grammar.kind == "tool_calls":
+        if grammar.kind == "tool_calls" and continues:
+            document = list_document(grammar.text)
+        elif grammar.kind == "tool_calls":
             syntax, segment_id = self._format.call_syntax, next(iter(self._format.segment_roles), None)
-            if continues or syntax is None or segment_id is None:
+            if syntax is None or segment_id is None:
                 raise InvalidGrammarError("calls cannot be enforced: the model's format has none here")
             document = call_document(
                 grammar.text, prefix=prefix, metadata=metadata, syntax=syntax, segment_id=segment_id

@@ -256,7 +256,8 @@ def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, report: Model
 
 def _grammar(generation: Generation) -> Grammar | None:
     grammar = generation.grammar
-    offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
+    prompt = generation.prompt
+    offer = prompt.offer if isinstance(prompt, Conversation) else getattr(prompt, "calls", None)
     rules = None if offer is None else call_rules(offer, grammar)
     if offer is None or rules is None:
         return None if grammar is None else Grammar(grammar.kind, grammar.text)
@@ -307,7 +308,8 @@ def templated(model: ModelText) -> Dialect:
 
     def answer(generation: Generation, report: ModelReport) -> ChatGLMAnswer:
         prompt = generation.prompt
-        if isinstance(prompt, RenderedPrompt) and prompt.converses and generation.grammar is None:
+        text = generation.grammar is not None  # which has no calls, and no reasoning
+        if isinstance(prompt, RenderedPrompt) and prompt.converses and (prompt.calls or not text):
             count = model.required_vocabulary().count if prompt.thinks else None
             return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)), count)
         return ChatGLMAnswer(generation, report)
@@ -333,7 +335,7 @@ def templated(model: ModelText) -> Dialect:
 
 
 def _rendered(model: ModelText, generation: Generation) -> Generation:
-    refuse_strict_tools(generation, "The model's calls cannot be enforced: no tool is strict.")
+    refuse_strict_tools(generation)
     prompt = model.encoded(generation.prompt, generation.prompt_field)
     refuse_grammar(generation, prompt)
     special = generation.show_special or prompt.show_special

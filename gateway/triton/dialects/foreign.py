@@ -5,13 +5,25 @@ do is a 400 that names the parameter.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, cast
 
 from msgspec.structs import replace
 
-from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, images_in
+from gateway.chat.call_list import list_schema
+from gateway.chat.conversation import call_rules
+from gateway.core.request import (
+    Conversation,
+    Generation,
+    Grammar,
+    PlainText,
+    Prompt,
+    TokenIds,
+    ToolOffer,
+    images_in,
+)
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError
 from gateway.triton.dialects.base import AnswerDecoder, Dialect, Embedder, ModelReport, Request
@@ -92,7 +104,10 @@ class Contract:
             prompt = self.prompt(generation, inputs, model)
             refuse_grammar(generation, prompt)
             return replace(
-                generation, prompt=prompt, show_special=generation.show_special or prompt.show_special
+                generation,
+                prompt=prompt,
+                grammar=generation.grammar if prompt.calls is None else _grammar_of(prompt.calls),
+                show_special=generation.show_special or prompt.show_special,
             )
 
         async def prepare(generation: Generation, _report: ModelReport) -> Generation:
@@ -176,39 +191,49 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
             raise InvalidRequestError(f"{public!r} cannot be used with this model.", param=public)
     if generation.max_tokens == 0:
         raise InvalidRequestError("The model's backend generates at least one token.", param="max_tokens")
-    refuse_strict_tools(generation, "The model's backend cannot enforce strict tools.")
+    refuse_strict_tools(generation)
 
 
-def refuse_strict_tools(generation: Generation, reason: str) -> None:
-    """Refuse tools whose calls would have to be enforced.
+def _grammar_of(offer: ToolOffer) -> Grammar | None:
+    """Return the grammar of an answer that must consist of calls."""
+    calls = call_rules(offer)
+    text = "" if calls is None else json.dumps(list_schema(calls), ensure_ascii=False)
+    return Grammar(kind="json_schema", text=text, field=offer.choice_field)
+
+
+def refuse_strict_tools(generation: Generation) -> None:
+    """Refuse strict tools that the model may call or not: only the whole of an answer can be enforced.
 
     Raises:
-        InvalidRequestError: for `reason`; it names the tools.
+        InvalidRequestError: it names the tools.
     """
     offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
-    if offer is not None and offer.choice != "none" and any(tool.strict for tool in offer.tools):
-        raise InvalidRequestError(reason, param=offer.field)
+    if offer is not None and offer.choice == "auto" and any(tool.strict for tool in offer.tools):
+        raise InvalidRequestError(
+            "Of this model, a call is enforced where it must come: choose a tool, or 'required', by"
+            " tool_choice, or leave out 'strict'.",
+            param=offer.field,
+        )
 
 
 def refuse_grammar(generation: Generation, prompt: RenderedPrompt) -> None:
     """Refuse a grammar of all of an answer, whose text alone it is meant for, where more may be in it.
 
-    It would forbid the calls, and be met by the reasoning.
+    It would forbid the calls, and be met by the reasoning. So would one of calls that must come.
 
     Raises:
-        InvalidRequestError: it names the grammar.
+        InvalidRequestError: it names the grammar, or the choice of tools.
     """
-    if generation.grammar is None:
-        return
-    if prompt.thinking:
+    grammar, calls = generation.grammar, prompt.calls
+    if prompt.thinking and (grammar is not None or calls is not None):
         raise InvalidRequestError(
             "The answer begins with reasoning, which no grammar allows: switch it off by"
             " chat_template_kwargs, if the model's template can.",
-            param=generation.grammar.field,
+            param=grammar.field if grammar is not None else calls.choice_field if calls is not None else None,
         )
-    if prompt.tools:
+    if grammar is not None and prompt.tools and calls is None:
         raise InvalidRequestError(
             "With this model, a grammar or schema of the answer would forbid calling a tool:"
             ' leave out one of them, or set tool_choice to "none".',
-            param=generation.grammar.field,
+            param=grammar.field,
         )

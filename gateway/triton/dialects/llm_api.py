@@ -53,7 +53,9 @@ def _write(
     generation: Generation, prompt: RenderedPrompt, inputs: Collection[str], _model: ModelText
 ) -> Request:
     if generation.grammar is not None:
-        raise InvalidRequestError("The model's backend has no grammars.", param=generation.grammar.field)
+        raise InvalidRequestError(
+            "The model's backend cannot hold an answer to a grammar.", param=generation.grammar.field
+        )
     message = Request(model_name=generation.model, id=generation.request_id)
     tensors = Tensors(message, inputs)
     tensors.text("text_input", prompt.text)

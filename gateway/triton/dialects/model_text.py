@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from gateway.chat.conversation import callable_names, last_calls
 from gateway.chat.guards import unguarded
 from gateway.chat.marked import MARKS, MarkedText
-from gateway.chat.styles import CallStyle, style_of
+from gateway.chat.styles import CALL_LIST, CallStyle, style_of
 from gateway.chat.templates import ChatTemplate, Folder, TemplateError
 from gateway.chat.vocabulary import Vocabulary, VocabularyError
-from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, images_in
+from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, ToolOffer, images_in
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtocolError
 
@@ -49,6 +50,8 @@ class RenderedPrompt(PlainText):
     """In the order in which the text refers to them."""
     converses: bool = False
     """It is a conversation: white space before the answer is none of it."""
+    calls: ToolOffer | None = None
+    """The answer must consist of calls of these: a list of them (`gateway.chat.call_list`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +118,28 @@ class ModelText:
         if not isinstance(prompt, Conversation):
             return RenderedPrompt(text, tokens)
         offer = prompt.offer if prompt.offer is not None and prompt.offer.choice != "none" else None
+        must_call = offer is not None and offer.choice != "auto"
         marks = set(self.marks) if self.thinks else set()
-        if offer is not None and self.style is not None:
+        if offer is not None and self.style is not None and not must_call:
             marks |= _marks_of(self.style)
         return RenderedPrompt(
             text,
             tokens,
-            tools=tuple(tool.name for tool in offer.tools) if offer is not None else (),
+            tools=tuple(callable_names(offer)) if offer is not None else (),
             strings={tool.name: _strings_of(tool) for tool in offer.tools} if offer is not None else {},
-            single=offer is not None and offer.single,
+            single=offer is not None and bool(last_calls(offer)),
             thinks=self.thinks,
             thinking=self.thinks and text.rstrip().endswith(self.marks[0]),
             show_special=not marks.isdisjoint(self.special),
             images=tuple(images_in(prompt)),
             converses=True,
+            calls=offer if must_call else None,
         )
 
     def reader(self, prompt: RenderedPrompt) -> MarkedText:
         """Return what reads one answer to `prompt`."""
         return MarkedText(
-            self.style,
+            self.style if prompt.calls is None else CALL_LIST,
             prompt.tools,
             single=prompt.single,
             thinks=prompt.thinks,
@@ -170,11 +175,6 @@ class ModelText:
         offer = prompt.offer
         if offer is not None and self.style is None:
             raise InvalidRequestError(self.no_style, param=offer.field)
-        if offer is not None and offer.choice not in ("auto", "none"):
-            raise InvalidRequestError(
-                "The model's backend cannot be made to call a tool; auto and none can be chosen.",
-                param=offer.choice_field,
-            )
         return self.template.render(prompt, answer_next=answer_next, guarded=guarded)
 
     def encoded(self, prompt: Prompt, field_name: str | None = None) -> RenderedPrompt:

@@ -84,7 +84,9 @@ def constrain(tensors: Tensors, grammar: Grammar) -> None:
     """
     kind = _GRAMMARS.get(grammar.kind, "")
     if not kind or not tensors.text("guided_decoding_guide_type", kind):
-        raise InvalidRequestError("The model's backend has no such grammar.", param=grammar.field)
+        raise InvalidRequestError(
+            "The model's backend cannot hold an answer to such a grammar.", param=grammar.field
+        )
     guide = grammar.text
     if grammar.kind == "choice":
         guide = f"({'|'.join(each.translate(_SPECIAL) for each in json.loads(guide))})"

@@ -169,6 +169,36 @@ def test_schemas_that_are_combined_see_each_others_properties(tokenizers: dict[s
         jsonschema.validate(value, both)
 
 
+def test_calls_without_a_format_are_a_list(walker: Walker) -> None:
+    schemas = {"get_a": SCHEMAS["plain"], "get_b": obj(b={"type": "null"})}
+    tools = [CallableTool(name, schema) for name, schema in schemas.items()]
+    counts = set()
+    for seed in range(30):
+        walk = walker.walk("tool_calls", rules(*tools, required=True), seed=seed, raw=True)
+        if walk.ended:
+            calls = json.loads(walk.text)
+            counts.add(len(calls))
+            for call in calls:
+                assert call.keys() == {"name", "arguments"}
+                jsonschema.validate(call["arguments"], schemas[call["name"]])
+    assert {1, 2} <= counts
+    walks = [
+        walker.walk("tool_calls", rules(*tools, required=True, single=True), seed=seed, raw=True)
+        for seed in range(5)
+    ]
+    assert {len(json.loads(walk.text)) for walk in walks if walk.ended} == {1}
+
+
+def test_a_list_of_calls_is_refused_by_its_part(walker: Walker) -> None:
+    with pytest.raises(InvalidGrammarError, match="text cannot be told from calls"):
+        walker.walk("tool_calls", rules(CallableTool("f")), raw=True)
+    unenforced = CallableTool("g", obj(a={"type": "array", "uniqueItems": True}))
+    assert walker.walk("tool_calls", rules(CallableTool("f"), unenforced, required=True), raw=True).text
+    strict = CallableTool("g", unenforced.parameters, strict=True)
+    with pytest.raises(InvalidGrammarError, match=r"^tool g: .*uniqueItems"):
+        walker.walk("tool_calls", rules(CallableTool("f"), strict, required=True), raw=True)
+
+
 def test_masks_look_ahead_to_the_next_call_and_not_beyond(walker: Walker) -> None:
     tools = [CallableTool(name, obj(city={"type": "boolean"}), strict=True) for name in ("get_a", "get_b")]
     forced = sum(

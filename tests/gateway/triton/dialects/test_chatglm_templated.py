@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from gateway.core.events import Delta
+from gateway.core.events import CallPart, Delta
 from gateway.core.request import (
     Conversation,
     Generation,
     Grammar,
     Message,
+    NamedTool,
     PlainText,
     TokenIds,
     Tool,
@@ -26,6 +27,7 @@ from tests.gateway.triton.dialects.test_chatglm import ACCEPTED, END, USAGE, res
 from tests.gateway.triton.fake_triton import having
 from tests.template_checkpoint import REASONING, write_tokenizer
 from wire import names
+from wire.grammar import decode_tool_calls
 from wire.request import Generation as WireGeneration
 from wire.request import decode_request
 from wire.strings import unpack_strings
@@ -84,8 +86,34 @@ async def test_what_cannot_be_enforced_is_refused(dialect: Dialect) -> None:
         field="tools",
         choice_field="tool_choice",
     )
-    with pytest.raises(InvalidRequestError, match="no tool is strict"):
+    with pytest.raises(InvalidRequestError, match="enforced where it must come"):
         await sent(dialect, generation(replace(TALK, offer=offer)), NO_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "single"),
+    [("required", ["now", "then"], False), (NamedTool("then"), ["then"], True)],
+)
+async def test_calls_that_must_come_are_a_list(
+    dialect: Dialect, choice: Any, names: list[str], *, single: bool
+) -> None:
+    tools = tuple(Tool(name=name, description=None, parameters={}, strict=True) for name in ("now", "then"))
+    offered = replace(TALK, offer=ToolOffer(tools=tools, choice=choice))
+    text = Grammar(kind="json_object", field="response_format")
+    for grammar in (None, text):  # of a text, which there is none of
+        asked = generation(offered, grammar=grammar, stream=True)
+        request = await sent(dialect, asked, NO_FORMAT)
+        assert request.grammar is not None
+        assert request.grammar.kind == "tool_calls"
+        calls = decode_tool_calls(request.grammar.text)
+        assert [(tool.name, tool.strict) for tool in calls.tools] == [(name, True) for name in names]
+        assert (calls.required, calls.single, calls.text) == (True, single, None)
+        assert dialect.prepare is not None
+        answer = dialect.decoder(await dialect.prepare(asked, NO_FORMAT), NO_FORMAT)
+        answer.decode(response(meta=ACCEPTED))
+        (last,) = answer.decode(response('[{"name": "then", "arguments": {"a": 1}}]', END))
+        assert isinstance(last, Delta)
+        assert (last.pieces, last.finish_reason) == ((CallPart("then", '{"a": 1}'),), "tool_calls")
 
 
 def reasoning(folder: Path) -> Dialect:
@@ -102,6 +130,17 @@ async def test_reasoning_and_a_grammar_exclude_each_other(tmp_path: Path) -> Non
         await sent(
             dialect, generation(grammar=Grammar(kind="json_object", field="response_format")), NO_FORMAT
         )
+
+
+async def test_a_call_is_not_required_behind_reasoning(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    template = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}</think><think>\n"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    dialect = Dialects([f"m={tmp_path}"]).of("m", having(CHATGLM.inputs))
+    offer = ToolOffer(tools=(Tool(name="now", description=None, parameters={}),), choice="required")
+    with pytest.raises(InvalidRequestError, match="begins with reasoning") as refused:
+        await sent(dialect, generation(replace(TALK, offer=offer)), NO_FORMAT)
+    assert refused.value.param == "tool_choice"
 
 
 async def test_a_grammar_that_would_forbid_calls_is_refused(dialect: Dialect) -> None:

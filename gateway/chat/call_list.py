@@ -1,0 +1,50 @@
+"""Calls that an answer must consist of, where the model's own way of writing them cannot be enforced.
+
+The answer is a JSON list of calls then: `[{"name": N, "arguments": {...}}, ...]`. That is what vLLM's own
+server asks of models, too, with `tool_choice`: https://docs.vllm.ai/en/latest/features/tool_calling/.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from wire.grammar import ToolCalls
+
+_DEFINITIONS: Final = "$defs"
+_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose values are no schemas, whatever they look like."""
+
+
+def list_schema(calls: ToolCalls) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls.
+
+    Each tool's schema is a definition of its own, and the references within it are to that.
+    """
+    definitions, items = {}, []
+    for place, tool in enumerate(calls.tools):
+        name = f"tool{place}"
+        root = f"#/{_DEFINITIONS}/{name}"
+        definitions[name] = {"type": "object", **_moved(tool.parameters, root)}
+        properties = {"name": {"enum": [tool.name]}, "arguments": {"$ref": root}}
+        items.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            }
+        )
+    most = {"maxItems": 1} if calls.single else {}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": items}, _DEFINITIONS: definitions}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema whose references are to what is below `root`, where it will stand."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved

@@ -1,0 +1,72 @@
+"""Calls that the real vLLM is made to write, of random weights at the highest temperature."""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.vllm.test_answers import say
+
+POINT: Any = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "name": {"enum": ["a", "b"]}},
+    "required": ["x", "name"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {
+    "go": {
+        "type": "object",
+        "properties": {"to": {"$ref": "#/$defs/point"}},
+        "required": ["to"],
+        "additionalProperties": False,
+        "$defs": {"point": POINT},
+    },
+    "wait": {"type": "object", "properties": {"on": {"type": "boolean"}}, "additionalProperties": False},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
+]
+
+
+def check(calls: Any) -> None:
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_call_is_required(sdk: openai.AsyncOpenAI, seed: int) -> None:
+    asked: Any = {"messages": say(), "tools": TOOLS, "tool_choice": "required", "seed": seed}
+    asked |= {"model": "llama", "temperature": 2, "max_tokens": 700, "parallel_tool_calls": False}
+    (choice,) = (await sdk.chat.completions.create(**asked)).choices
+    assert choice.finish_reason == "tool_calls"
+    assert len(choice.message.tool_calls or ()) == 1
+    check(choice.message.tool_calls)
+    parts = [
+        part
+        async for chunk in await sdk.chat.completions.create(**asked, stream=True)
+        for part in chunk.choices[0].delta.tool_calls or ()
+    ]
+    calls: Any = choice.message.tool_calls
+    (call,) = calls
+    assert parts[0].function is not None
+    assert parts[0].function.name == call.function.name
+    written = "".join(part.function.arguments or "" for part in parts if part.function)
+    assert written == call.function.arguments
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+async def test_a_named_tool_is_called(sdk: openai.AsyncOpenAI, name: str) -> None:
+    named: Any = {"type": "function", "function": {"name": name}}
+    (choice,) = (
+        await sdk.chat.completions.create(
+            model="llama", messages=say(), tools=TOOLS, tool_choice=named, temperature=2, max_tokens=700
+        )
+    ).choices
+    assert [call.function.name for call in choice.message.tool_calls or () if call.type == "function"] == [
+        name
+    ]
+    if choice.finish_reason == "tool_calls":
+        check(choice.message.tool_calls)
