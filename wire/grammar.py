@@ -21,11 +21,25 @@ dialect of Lark or in GBNF, a JSON document about calls (`ToolCalls`)."""
 ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
+Mark = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What may be said before that which a grammar is of, within marks that are text to the tokenizer."""
+
+    begin: Mark
+    end: Mark
+    begun: bool = False
+    """The prompt ends within it, so that it must end first; otherwise the answer may begin with it."""
+
+
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A grammar in the form in which a generation carries it."""
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(max_length=GRAMMAR_LIMIT)] = ""
+    reasoning: Reasoning | None = None
+    """Only of an answer to a raw prompt; None: the grammar is of all of it."""
 
 
 class CallableTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -48,6 +62,10 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     calls."""
     single: bool = False
     """At most one call."""
+    marks: tuple[Mark, Mark] | None = None
+    """Of an answer to a raw prompt: what stands before and behind a call, which is
+    `{"name": N, "arguments": {...}}`. None: all of the answer is a JSON list of such calls, which must be
+    required."""
     text: Grammar | None = None
     """The grammar of an answer that calls no tool, of any kind but `tool_calls`; there can then be no text
     before calls. None: any text."""

@@ -286,8 +286,10 @@ class MarkedText:
             if said.startswith(mark):
                 self._unread = said.removeprefix(mark)
                 said = self._unread.lstrip()
-            elif mark.startswith(said) and not over:
-                return
+            elif mark.startswith(said):
+                if not over:
+                    return
+                self._unread = said = ""  # the answer's limit cut the mark
             self._ends.pop(0)
         ended = self._wrapping is Wrapping.ENDED
         if not (style.closing or said or over) and (ended or style.unmarked):

@@ -234,6 +234,8 @@ class CallStyle:
     """Makes a reader of arguments that end at the given mark, given which are strings (`PairArguments`)."""
     unmarked: bool = False
     """An answer may begin with a call without a mark."""
+    enforced: tuple[str, str] | None = None
+    """The marks within which a grammar can enforce `{"name": N, "arguments": {...}}`; None: it cannot."""
     separators: str = ""
     """What may stand behind a call's object: another call follows, but for `]`."""
 
@@ -387,6 +389,7 @@ STYLES: Final = {
             begins=_begins_objects,
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
+            enforced=(_CALL, _CALLED),
         ),
         CallStyle(
             name="glm45",

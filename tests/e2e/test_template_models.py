@@ -196,7 +196,34 @@ def test_a_named_tool_is_called_once(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments) in ({"zone": "UTC"}, {"zone": "CET"})
 
 
-def test_a_strict_tool_must_be_called(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="enforced where it must come") as refused:
-        client.chat.completions.create(model=CHAT, messages=QUESTION, tools=[OTHER])
-    assert refused.value.param == "tools"
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strict_call_comes_behind_reasoning(client: openai.OpenAI, stream: bool) -> None:
+    """What the model would write else, `get_weather`, the schema does not allow."""
+    strict: Any = {"type": "function", "function": OTHER["function"] | {"name": "get_weather"}}
+    asked: Any = {"model": SCRIPTED, "messages": QUESTION, "tools": [strict], "temperature": 0}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            (choice,) = events.get_final_completion().choices
+    else:
+        (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.model_dump()["reasoning_content"] == REASONING
+    calls: Any = choice.message.tool_calls
+    (call,) = calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) in ({"zone": "UTC"}, {"zone": "CET"})
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_schema_is_held_to_behind_reasoning(client: openai.OpenAI, tools: Any) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked: Any = {"model": SCRIPTED, "messages": QUESTION, "temperature": 0, "response_format": form}
+    (choice,) = client.chat.completions.create(**asked, **({"tools": tools} if tools else {})).choices
+    assert choice.message.model_dump()["reasoning_content"] == REASONING
+    if tools:  # which the model calls
+        assert choice.finish_reason == "tool_calls"
+    else:
+        assert json.loads(choice.message.content or "")["a"] in (1, 2)
+        assert choice.finish_reason == "stop"

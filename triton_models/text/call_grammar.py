@@ -1,6 +1,7 @@
 """Grammars for answers of text and tool calls, in the syntax of each chat format (see `wire.calls`)."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ import msgspec
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import (
+    ANYTHING,
+    BLANKS,
     Document,
     TextRule,
+    Thought,
     fault,
     json_rule,
     literal,
@@ -28,7 +32,15 @@ from triton_models.text.schemas import (
     rewrite_look_aheads,
 )
 from wire.calls import FENCE, OPENING
-from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
+from wire.grammar import (
+    TEXT_PART,
+    CallableTool,
+    Grammar,
+    Part,
+    Reasoning,
+    ToolCalls,
+    decode_tool_calls,
+)
 
 _CLOSING: Final = f")\n{FENCE}"
 
@@ -140,28 +152,67 @@ def call_document(
     )
 
 
-def list_document(text: str) -> Document:
+def raw_call_document(grammar: Grammar) -> Document:
     """Return the document to compile for a grammar of kind `tool_calls` of an answer without a chat format.
 
-    It is a JSON list of calls: `[{"name": N, "arguments": {...}}, ...]`.
+    Each call is `{"name": N, "arguments": {...}}`, within marks or in a list: see `ToolCalls.marks`.
 
     Raises:
-        InvalidGrammarError: the grammar is broken or cannot be enforced, or the answer need not be calls.
+        InvalidGrammarError: the grammar is broken or cannot be enforced, or calls cannot be told from text.
     """
-    calls = read(decode_tool_calls, text, "rule of calls")
-    if not calls.required:
-        raise InvalidGrammarError("text cannot be told from calls: the model's format has none here")
+    calls = read(decode_tool_calls, grammar.text, "rule of calls")
+    if calls.marks is None and not calls.required:
+        raise InvalidGrammarError("calls cannot be told from text: the model's format has none here")
     _check(calls)
-    rules, openings = "", []
+    thought = Thought.of(grammar.reasoning)
+    rules, heads = thought.rules, []
     for at, tool in enumerate(calls.tools):
         body, _ = _json(tool, f"t{at}")
-        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": '
-        rules += f'call{at}: {literal(opening)} {body} "}}"\n'
-        openings.append(f"[{opening}")
-    more = "" if calls.single else '(", " call)*'
-    call = " | ".join(f"call{at}" for at in range(len(calls.tools)))
-    start = f'start: "[" call {more} "]"\ncall: {call}\n'
-    return Document(start + rules, None, openings, _strict_schemas(calls))
+        heads.append(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+        rules += f'object{at}: {literal(heads[-1])} {body} "}}"\n'
+    rules += f"object: {' | '.join(f'object{at}' for at in range(len(heads)))}\n"
+    if calls.marks is None:
+        more = "" if calls.single else '(", " object)*'
+        start = f'start: {thought.body}"[" object {more} "]"\n'
+        openings = [f"{before}[{head}" for before in thought.openings for head in heads]
+        return Document(start + rules, None, openings, _strict_schemas(calls))
+
+    begin, end = calls.marks
+    rules += f"body: {BLANKS} object {BLANKS} {literal(end)}\ncall: {literal(begin)} body\n"
+    rules += "calls: call" + ("" if calls.single else f" ({BLANKS} call)*") + "\n"
+    openings = [f"{before}{begin}{head}" for before in thought.openings for head in heads]
+    answer = TextRule("") if calls.text is None else text_rule(calls.text)
+    if calls.required:
+        start = f"start: {thought.body}calls\n"
+    elif calls.text is not None:
+        start = f"start: {thought.body}(calls | {answer.body})\n{answer.rules}"
+        openings += thought.openings
+    else:
+        start, more_rules = _among_text(calls, begin, grammar.reasoning)
+        rules += more_rules
+    schemas = [*_strict_schemas(calls), ("$", answer.schema)]
+    return Document(start + rules, answer.nested, openings, schemas)
+
+
+def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tuple[str, str]:
+    """Return the rules for text with calls in it, whose objects stand behind `begin`.
+
+    Text that begins as reasoning may begin is reasoning: a mark within that is none.
+    """
+    more = "?" if calls.single else "*"
+    rules = f"before[suffix={literal(begin)}]: {ANYTHING}\n"
+    rules += f"REST: {ANYTHING} & ~/(?s:.*{_escaped(begin)}.*)/\n"
+    if reasoning is None or reasoning.begun:
+        return f"start: {'' if reasoning is None else 'thought '}(before body){more} REST\n", rules
+    rules += f"SAID: {ANYTHING} & ~/\\s*{_escaped(reasoning.begin)}(?s:.*)/\nLAST: SAID & REST\n"
+    rules += f"said[suffix={literal(begin)}]: SAID\n"
+    then = "REST" if calls.single else "(before body)* REST"
+    return f"start: thought (before body){more} REST | said body {then} | LAST\n", rules
+
+
+def _escaped(text: str) -> str:
+    """Return the regular expression of a text, within a grammar."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def _check(calls: ToolCalls) -> None:

@@ -26,7 +26,7 @@ from triton_models.text.schemas import (
     keywords_alone,
     rewrite_look_aheads,
 )
-from wire.grammar import Grammar, decode_choices
+from wire.grammar import Grammar, Reasoning, decode_choices
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,11 @@ T = TypeVar("T")
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
+
+ANYTHING: Final = "/(?s:.*)/"
+"""The regular expression of any text."""
+BLANKS: Final = r"/\s{0,8}/"
+"""That of white space around what a grammar is of: so little that a model cannot write it without end."""
 
 _NOT_NAMES = re.compile(
     r"""  "(?:\\.|[^"\\\n])*+"?  |  /(?:\\.|[^/\\\n])++/?  |  //[^\n]*  |  \#[^\n]*  """, re.VERBOSE
@@ -98,6 +103,28 @@ class Document:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The rules for reasoning that may come first."""
+
+    body: str = ""
+    """The expression that matches it, or nothing where it need not come, to put before something."""
+    rules: str = ""
+    openings: tuple[str, ...] = ("",)
+    """Beginnings of answers, up to what follows it."""
+
+    @classmethod
+    def of(cls, reasoning: Reasoning | None) -> "Thought":
+        """Return those for `reasoning`; None: there is none."""
+        if reasoning is None:
+            return cls()
+        rules = f"thinking[suffix={literal(reasoning.end)}]: {ANYTHING}\n"
+        if reasoning.begun:
+            return cls("thought ", f"{rules}thought: thinking {BLANKS}\n", (reasoning.end,))
+        rules += f"thought: {literal(reasoning.begin)} thinking {BLANKS}\n"
+        return cls("thought? ", rules, ("", reasoning.begin + reasoning.end))
+
+
 def text_document(grammar: Grammar, *, prefix: str) -> Document:
     """Return the document to compile for a grammar of any kind but `tool_calls`.
 
@@ -108,9 +135,10 @@ def text_document(grammar: Grammar, *, prefix: str) -> Document:
     Raises:
         InvalidGrammarError: it is broken, or asks for what cannot be enforced.
     """
-    text = text_rule(grammar)
-    start = f"start: {optional(prefix)}{text.body}\n{text.rules}"
-    return Document(start, text.nested, [prefix], [("$", text.schema)])
+    text, thought = text_rule(grammar), Thought.of(grammar.reasoning)
+    start = f"start: {optional(prefix)}{thought.body}{text.body}\n{thought.rules}{text.rules}"
+    openings = [prefix + opening for opening in thought.openings]
+    return Document(start, text.nested, openings, [("$", text.schema)])
 
 
 def text_rule(grammar: Grammar) -> TextRule:

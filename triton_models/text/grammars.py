@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triton_models.errors import InvalidGrammarError, TokenMaskError, panics_are_errors
-from triton_models.text.call_grammar import call_document, list_document, parts
+from triton_models.text.call_grammar import call_document, parts, raw_call_document
 from triton_models.text.formats import ChatFormat
 from triton_models.text.grammar_text import about_grammar, about_mask, text_document
 from triton_models.text.tokenizers import Tokenizer, ids_within
@@ -318,7 +318,7 @@ class Grammars:
         self._smallest_first = np.array([at for _, at in sorted(visible)], dtype=np.int64)
         self._lock = threading.Lock()
         self._threads = threading.BoundedSemaphore(COMPILED_AT_ONCE)
-        self._compiled: OrderedDict[tuple[str, str, bool, str | None], CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Grammar, bool, str | None], CompiledGrammar] = OrderedDict()
 
     def compile(
         self, grammar: Grammar, *, continues: bool = False, metadata: str | None = None
@@ -337,7 +337,7 @@ class Grammars:
                 the part of a grammar of kind `tool_calls` that cannot be compiled alone either.
             LibraryPanicError: llguidance panicked.
         """
-        key = (grammar.kind, grammar.text, continues, metadata)
+        key = (grammar, continues, metadata)
         with self._lock:
             if (found := self._compiled.get(key)) is not None and not found.spent:
                 self._compiled.move_to_end(key)
@@ -361,7 +361,7 @@ class Grammars:
         return compiled
 
     def _cached_characters(self) -> int:
-        return sum(len(text) for _, text, *_ in self._compiled)
+        return sum(len(grammar.text) for grammar, *_ in self._compiled)
 
     def _compile_or_blame(
         self, grammar: Grammar, *, continues: bool, metadata: str | None
@@ -380,7 +380,7 @@ class Grammars:
         prefix = " " if self._pieces.hides_space and not continues else ""
         words = self._words
         if grammar.kind == "tool_calls" and continues:
-            document = list_document(grammar.text)
+            document = raw_call_document(grammar)
         elif grammar.kind == "tool_calls":
             syntax, segment_id = self._format.call_syntax, next(iter(self._format.segment_roles), None)
             if syntax is None or segment_id is None:

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from gateway.chat.conversation import answer_metadata, call_rules, chat_form, last_calls, to_turns
 from gateway.chat.marked import MarkedChoice
-from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, Turns
+from gateway.core.request import Conversation, Generation, PlainText, Prompt, TokenIds, ToolOffer, Turns
 from gateway.core.request import Grammar as RequestedGrammar
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError
@@ -34,12 +34,17 @@ from gateway.triton.dialects.base import (
     TokenizerFiles,
 )
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, LogitsAnswer, not_understood, read
-from gateway.triton.dialects.foreign import off_the_loop, refuse_grammar, refuse_strict_tools
+from gateway.triton.dialects.foreign import (
+    grammar_forbids_calls,
+    off_the_loop,
+    reasoning_forbids,
+    refuse_strict_tools,
+)
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, no_template, text_of_archive
 from wire import names
 from wire import request as wire_request
 from wire.channel import Frame, decode_frame
-from wire.grammar import Grammar
+from wire.grammar import Grammar, Reasoning, ToolCalls
 from wire.history import Role, Turn, encode_history
 from wire.limits import GRAMMAR_LIMIT
 from wire.meta import Meta
@@ -255,19 +260,24 @@ def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, report: Model
 
 
 def _grammar(generation: Generation) -> Grammar | None:
-    grammar = generation.grammar
-    prompt = generation.prompt
-    offer = prompt.offer if isinstance(prompt, Conversation) else getattr(prompt, "calls", None)
+    grammar, prompt = generation.grammar, generation.prompt
+    if isinstance(prompt, RenderedPrompt):
+        return prompt.grammar
+    offer = prompt.offer if isinstance(prompt, Conversation) else None
     rules = None if offer is None else call_rules(offer, grammar)
     if offer is None or rules is None:
         return None if grammar is None else Grammar(grammar.kind, grammar.text)
+    return _grammar_of_calls(rules, offer)
+
+
+def _grammar_of_calls(rules: ToolCalls, offer: ToolOffer, reasoning: Reasoning | None = None) -> Grammar:
     text = msgspec.json.encode(rules).decode()
     if len(text) > GRAMMAR_LIMIT:
         raise InvalidRequestError(
             f"the schemas come to {len(text)} characters, and {GRAMMAR_LIMIT} can be enforced",
             param=offer.field,
         )
-    return Grammar("tool_calls", text)
+    return Grammar("tool_calls", text, reasoning)
 
 
 def _max_total_tokens(generation: Generation, report: ModelReport) -> int | None:
@@ -308,8 +318,7 @@ def templated(model: ModelText) -> Dialect:
 
     def answer(generation: Generation, report: ModelReport) -> ChatGLMAnswer:
         prompt = generation.prompt
-        text = generation.grammar is not None  # which has no calls, and no reasoning
-        if isinstance(prompt, RenderedPrompt) and prompt.converses and (prompt.calls or not text):
+        if isinstance(prompt, RenderedPrompt) and _is_marked(prompt, generation):
             count = model.required_vocabulary().count if prompt.thinks else None
             return ChatGLMAnswer(generation, report, lambda: MarkedChoice(model.reader(prompt)), count)
         return ChatGLMAnswer(generation, report)
@@ -334,9 +343,38 @@ def templated(model: ModelText) -> Dialect:
     )
 
 
+def _is_marked(prompt: RenderedPrompt, generation: Generation) -> bool:
+    """Whether there may be more than text in an answer; of a grammar's text, nothing is left out."""
+    return prompt.converses and (bool(prompt.tools) or prompt.thinks or generation.grammar is None)
+
+
 def _rendered(model: ModelText, generation: Generation) -> Generation:
-    refuse_strict_tools(generation)
     prompt = model.encoded(generation.prompt, generation.prompt_field)
-    refuse_grammar(generation, prompt)
+    prompt = replace(
+        prompt,
+        listed=prompt.listed and model.call_marks is None,
+        grammar=_templated_grammar(model, generation, prompt),
+    )
     special = generation.show_special or prompt.show_special
     return structs.replace(generation, prompt=prompt, show_special=special)
+
+
+def _templated_grammar(model: ModelText, generation: Generation, prompt: RenderedPrompt) -> Grammar | None:
+    """Return the grammar of an answer whose prompt a template wrote; None: it is free.
+
+    Raises:
+        InvalidRequestError: the answer may also be, or begins with, what no grammar can tell from it.
+    """
+    grammar, offer, reasoning = generation.grammar, prompt.offer, model.reasoning_before(prompt)
+    rules = None if offer is None else call_rules(offer, grammar)
+    if rules is None and grammar is None:
+        return None
+    if prompt.thinking and reasoning is None:
+        raise reasoning_forbids(grammar, offer)
+    if offer is None or rules is None:
+        return None if grammar is None else Grammar(grammar.kind, grammar.text, reasoning)
+    if model.call_marks is None and not rules.required:
+        if grammar is not None:
+            raise grammar_forbids_calls(grammar)
+        refuse_strict_tools(generation)
+    return _grammar_of_calls(structs.replace(rules, marks=model.call_marks), offer, reasoning)

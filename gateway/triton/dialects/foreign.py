@@ -106,7 +106,7 @@ class Contract:
             return replace(
                 generation,
                 prompt=prompt,
-                grammar=generation.grammar if prompt.calls is None else _grammar_of(prompt.calls),
+                grammar=_grammar_of(prompt.offer) if prompt.listed and prompt.offer else generation.grammar,
                 show_special=generation.show_special or prompt.show_special,
             )
 
@@ -224,16 +224,27 @@ def refuse_grammar(generation: Generation, prompt: RenderedPrompt) -> None:
     Raises:
         InvalidRequestError: it names the grammar, or the choice of tools.
     """
-    grammar, calls = generation.grammar, prompt.calls
-    if prompt.thinking and (grammar is not None or calls is not None):
-        raise InvalidRequestError(
-            "The answer begins with reasoning, which no grammar allows: switch it off by"
-            " chat_template_kwargs, if the model's template can.",
-            param=grammar.field if grammar is not None else calls.choice_field if calls is not None else None,
-        )
-    if grammar is not None and prompt.tools and calls is None:
-        raise InvalidRequestError(
-            "With this model, a grammar or schema of the answer would forbid calling a tool:"
-            ' leave out one of them, or set tool_choice to "none".',
-            param=grammar.field,
-        )
+    grammar = generation.grammar
+    if prompt.thinking and (grammar is not None or prompt.listed):
+        raise reasoning_forbids(grammar, prompt.offer)
+    if grammar is not None and prompt.tools and not prompt.listed:
+        raise grammar_forbids_calls(grammar)
+
+
+def reasoning_forbids(grammar: Grammar | None, offer: ToolOffer | None) -> InvalidRequestError:
+    """Return the error for a grammar, or for calls that must come, behind reasoning that was begun."""
+    field = grammar.field if grammar is not None else offer.choice_field if offer is not None else None
+    return InvalidRequestError(
+        "The answer begins with reasoning, which no grammar allows: switch it off by"
+        " chat_template_kwargs, if the model's template can.",
+        param=field,
+    )
+
+
+def grammar_forbids_calls(grammar: Grammar) -> InvalidRequestError:
+    """Return the error for a grammar of all of an answer beside tools that may be called."""
+    return InvalidRequestError(
+        "With this model, a grammar or schema of the answer would forbid calling a tool:"
+        ' leave out one of them, or set tool_choice to "none".',
+        param=grammar.field,
+    )

@@ -17,6 +17,7 @@ from gateway.chat.vocabulary import Vocabulary, VocabularyError
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, ToolOffer, images_in
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtocolError
+from wire.grammar import Grammar, Reasoning
 
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
 _ARCHIVES: Final = 16
@@ -50,8 +51,12 @@ class RenderedPrompt(PlainText):
     """In the order in which the text refers to them."""
     converses: bool = False
     """It is a conversation: white space before the answer is none of it."""
-    calls: ToolOffer | None = None
-    """The answer must consist of calls of these: a list of them (`gateway.chat.call_list`)."""
+    offer: ToolOffer | None = None
+    """The tools that may be called, or must be."""
+    listed: bool = False
+    """The answer must be a list of calls (`gateway.chat.call_list`)."""
+    grammar: Grammar | None = None
+    """Of the answer, as our own engine takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +138,27 @@ class ModelText:
             show_special=not marks.isdisjoint(self.special),
             images=tuple(images_in(prompt)),
             converses=True,
-            calls=offer if must_call else None,
+            offer=offer,
+            listed=must_call,
         )
+
+    @property
+    def call_marks(self) -> tuple[str, str] | None:
+        """The marks within which a grammar of text can enforce its calls; None: it cannot."""
+        marks = None if self.style is None else self.style.enforced
+        return None if marks is None or not self.special.isdisjoint(marks) else marks
+
+    def reasoning_before(self, prompt: RenderedPrompt) -> Reasoning | None:
+        """Return what may come before that which a grammar of text is of; None: nothing that it can allow."""
+        if not prompt.thinks or not self.special.isdisjoint(self.marks):
+            return None
+        begin, end = self.marks
+        return Reasoning(begin=begin, end=end, begun=prompt.thinking)
 
     def reader(self, prompt: RenderedPrompt) -> MarkedText:
         """Return what reads one answer to `prompt`."""
         return MarkedText(
-            self.style if prompt.calls is None else CALL_LIST,
+            CALL_LIST if prompt.listed else self.style,
             prompt.tools,
             single=prompt.single,
             thinks=prompt.thinks,

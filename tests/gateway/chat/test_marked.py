@@ -489,3 +489,9 @@ def test_white_space_before_the_text_is_dropped() -> None:
 def test_it_has_no_segments() -> None:
     with pytest.raises(ValueError, match="segment"):
         choice().push("x", [Segment(0, "assistant")], ())
+
+
+@pytest.mark.parametrize("cut", range(len("\n</tool_call>")))
+def test_a_closing_mark_that_breaks_off_is_no_text(cut: int) -> None:
+    call = CALLS["hermes"]
+    assert read(call[: len(call) - cut], "hermes") == ("", "", [BERLIN])

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.triton_models.text.walks import Walk, Walker, Words
-from triton_models.errors import InvalidGrammarError
+from triton_models.errors import InvalidGrammarError, TokenMaskError
 from triton_models.text.grammars import GrammarMask
 from triton_models.text.tokenizers import Tokenizer
 from wire.calls import NOTATIONS
-from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, part_at_fault
+from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, Reasoning, ToolCalls, part_at_fault
 
 SEEDS = range(10)
 
@@ -190,13 +190,75 @@ def test_calls_without_a_format_are_a_list(walker: Walker) -> None:
 
 
 def test_a_list_of_calls_is_refused_by_its_part(walker: Walker) -> None:
-    with pytest.raises(InvalidGrammarError, match="text cannot be told from calls"):
+    with pytest.raises(InvalidGrammarError, match="calls cannot be told from text"):
         walker.walk("tool_calls", rules(CallableTool("f")), raw=True)
     unenforced = CallableTool("g", obj(a={"type": "array", "uniqueItems": True}))
     assert walker.walk("tool_calls", rules(CallableTool("f"), unenforced, required=True), raw=True).text
     strict = CallableTool("g", unenforced.parameters, strict=True)
     with pytest.raises(InvalidGrammarError, match=r"^tool g: .*uniqueItems"):
         walker.walk("tool_calls", rules(CallableTool("f"), strict, required=True), raw=True)
+
+
+def told(walker: Walker, grammar: Grammar, text: str) -> str:
+    """Return how much of an answer to a raw prompt a grammar allows, and `.` if the answer may end there."""
+    mask, ids = walker.grammars.compile(grammar, continues=True).mask(), walker.tokenizer.encode(text)
+    for at, token_id in enumerate(ids):
+        try:
+            mask.accept(token_id)
+        except TokenMaskError:
+            return walker.tokenizer.decode(ids[:at])
+    return text + "." if walker.format.stop_ids <= set(walker.allowed(mask)) else text
+
+
+CALL = '<call>{"name": "f", "arguments": {"a": true}}</call>'
+MARKED: dict[str, Any] = {"marks": ("<call>", "</call>")}
+BOOLEAN = CallableTool("f", obj(a={"type": "boolean"}), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "allowed"),
+    [
+        ({}, "Hello", "Hello."),
+        ({}, "a <cal", "a <cal."),
+        ({}, f"Look: {CALL} and {CALL}\nDone", f"Look: {CALL} and {CALL}\nDone."),
+        ({}, CALL[:-1], CALL[:-1]),
+        ({}, CALL.replace("true", "1"), CALL.partition("true")[0]),
+        ({"single": True}, f"Look: {CALL} Done", f"Look: {CALL} Done."),
+        ({"required": True}, f"{CALL}\n{CALL}", f"{CALL}\n{CALL}."),
+        ({"required": True}, "Hello", ""),
+        ({"required": True, "single": True}, CALL, CALL + "."),
+        ({"text": Grammar("choice", '["yes", "no"]')}, "yes", "yes."),
+        ({"text": Grammar("choice", '["yes", "no"]')}, CALL + CALL, CALL + CALL + "."),
+        ({"text": Grammar("lark", 'start: "yes"')}, "yes", "yes."),
+        ({"text": Grammar("choice", '["yes", "no"]')}, "Hello", ""),
+    ],
+)
+def test_calls_within_marks(glm4: Tokenizer, more: Any, text: str, allowed: str) -> None:
+    walker = Walker(glm4, "glm4")
+    assert told(walker, Grammar("tool_calls", rules(BOOLEAN, **MARKED, **more)), text) == allowed
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_reasoning_comes_first(glm4: Tokenizer, begun: bool) -> None:
+    walker = Walker(glm4, "glm4")
+    reasoning = Reasoning(begin="<think>", end="</think>", begun=begun)
+    thought = "Hm, <call> or {}?</think>"
+    thought = thought if begun else "<think>" + thought
+    for more, text in (
+        ({"required": True}, CALL),
+        ({}, f"Look: {CALL} and"),
+        ({"text": Grammar("json_object")}, '{"a": 1}'),
+    ):
+        grammar = Grammar("tool_calls", rules(BOOLEAN, **MARKED, **more), reasoning)
+        assert told(walker, grammar, f"{thought}\n\n{text}") == f"{thought}\n\n{text}."
+        if not begun:
+            assert told(walker, grammar, text) == text + "."
+    for grammar in (Grammar("regex", "a+", reasoning), Grammar("lark", 'start: "a"', reasoning)):
+        assert told(walker, grammar, f"{thought}\n\na") == f"{thought}\n\na."
+        assert told(walker, grammar, "b" + thought) == (f"b{thought}" if begun else "")
+    listed = Grammar("tool_calls", rules(BOOLEAN, required=True), reasoning)
+    calls = '[{"name": "f", "arguments": {"a": false}}]'
+    assert told(walker, listed, thought + calls) == thought + calls + "."
 
 
 def test_masks_look_ahead_to_the_next_call_and_not_beyond(walker: Walker) -> None:

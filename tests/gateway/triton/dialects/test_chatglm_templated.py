@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.events import CallPart, Delta
+from gateway.core.events import CallPart, Delta, Reasoning
 from gateway.core.request import (
     Conversation,
     Generation,
@@ -25,8 +25,10 @@ from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.dialects.model_text import RenderedPrompt
 from tests.gateway.triton.dialects.test_chatglm import ACCEPTED, END, USAGE, response
 from tests.gateway.triton.fake_triton import having
-from tests.template_checkpoint import REASONING, write_tokenizer
+from tests.template_checkpoint import REASONING, TEMPLATE, write_tokenizer
 from wire import names
+from wire.grammar import Grammar as WireGrammar
+from wire.grammar import Reasoning as WireReasoning
 from wire.grammar import decode_tool_calls
 from wire.request import Generation as WireGeneration
 from wire.request import decode_request
@@ -79,41 +81,68 @@ async def test_texts_and_ids_are_sent_as_ids(dialect: Dialect) -> None:
     assert ids.prompt_token_ids == [3, 4]
 
 
-async def test_what_cannot_be_enforced_is_refused(dialect: Dialect) -> None:
-    offer = ToolOffer(
-        tools=(Tool(name="now", description=None, parameters={}, strict=True),),
-        choice="auto",
-        field="tools",
-        choice_field="tool_choice",
-    )
-    with pytest.raises(InvalidRequestError, match="enforced where it must come"):
-        await sent(dialect, generation(replace(TALK, offer=offer)), NO_FORMAT)
+TOOLS = tuple(Tool(name=name, description=None, parameters={}, strict=True) for name in ("now", "then"))
+TEXT = Grammar(kind="json_object", field="response_format")
+LISTED = "{{ messages[0].content }}{% if tools %}<|python_tag|>{% endif %}"
+"""The template of a model whose own calls no grammar can enforce."""
 
 
+def templated(folder: Path, template: str) -> Dialect:
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return Dialects([f"m={folder}"]).of("m", having(CHATGLM.inputs))
+
+
+def offering(**changes: Any) -> Conversation:
+    return replace(TALK, offer=ToolOffer(tools=TOOLS, **changes))
+
+
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize(
     ("choice", "names", "single"),
     [("required", ["now", "then"], False), (NamedTool("then"), ["then"], True)],
 )
-async def test_calls_that_must_come_are_a_list(
-    dialect: Dialect, choice: Any, names: list[str], *, single: bool
+@pytest.mark.parametrize("grammar", [None, TEXT])  # of a text, which there is none of
+async def test_calls_that_must_come(
+    tmp_path: Path, choice: Any, names: list[str], grammar: Any, *, single: bool, listed: bool
 ) -> None:
-    tools = tuple(Tool(name=name, description=None, parameters={}, strict=True) for name in ("now", "then"))
-    offered = replace(TALK, offer=ToolOffer(tools=tools, choice=choice))
-    text = Grammar(kind="json_object", field="response_format")
-    for grammar in (None, text):  # of a text, which there is none of
-        asked = generation(offered, grammar=grammar, stream=True)
-        request = await sent(dialect, asked, NO_FORMAT)
+    dialect = templated(tmp_path, LISTED if listed else TEMPLATE)
+    asked = generation(offering(choice=choice), grammar=grammar, stream=True)
+    request = await sent(dialect, asked, NO_FORMAT)
+    assert request.grammar is not None
+    assert request.grammar.kind == "tool_calls"
+    calls = decode_tool_calls(request.grammar.text)
+    assert [(tool.name, tool.strict) for tool in calls.tools] == [(name, True) for name in names]
+    assert (calls.required, calls.single, calls.text) == (True, single, None)
+    assert calls.marks == (None if listed else ("<tool_call>", "</tool_call>"))
+    assert dialect.prepare is not None
+    answer = dialect.decoder(await dialect.prepare(asked, NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    call = '{"name": "then", "arguments": {"a": 1}}'
+    (last,) = answer.decode(response(f"[{call}]" if listed else f"<tool_call>{call}</tool_call>", END))
+    assert isinstance(last, Delta)
+    assert (last.pieces, last.finish_reason) == ((CallPart("then", '{"a": 1}'),), "tool_calls")
+
+
+async def test_calls_that_may_come_are_enforced_within_marks(dialect: Dialect) -> None:
+    for grammar in (None, TEXT):
+        request = await sent(dialect, generation(offering(), grammar=grammar), NO_FORMAT)
         assert request.grammar is not None
-        assert request.grammar.kind == "tool_calls"
         calls = decode_tool_calls(request.grammar.text)
-        assert [(tool.name, tool.strict) for tool in calls.tools] == [(name, True) for name in names]
-        assert (calls.required, calls.single, calls.text) == (True, single, None)
-        assert dialect.prepare is not None
-        answer = dialect.decoder(await dialect.prepare(asked, NO_FORMAT), NO_FORMAT)
-        answer.decode(response(meta=ACCEPTED))
-        (last,) = answer.decode(response('[{"name": "then", "arguments": {"a": 1}}]', END))
-        assert isinstance(last, Delta)
-        assert (last.pieces, last.finish_reason) == ((CallPart("then", '{"a": 1}'),), "tool_calls")
+        assert (calls.required, calls.marks) == (False, ("<tool_call>", "</tool_call>"))
+        assert calls.text == (None if grammar is None else WireGrammar("json_object"))
+    lenient = ToolOffer(tools=(replace(TOOLS[0], strict=False),))
+    assert (await sent(dialect, generation(replace(TALK, offer=lenient)), NO_FORMAT)).grammar is None
+
+
+async def test_calls_that_may_come_are_not_enforced_without_marks(tmp_path: Path) -> None:
+    dialect = templated(tmp_path, LISTED)
+    for grammar, param in ((None, "tools"), (TEXT, "response_format")):
+        with pytest.raises(InvalidRequestError) as refused:
+            await sent(dialect, generation(offering(), grammar=grammar), NO_FORMAT)
+        assert refused.value.param == param
+    request = await sent(dialect, generation(offering(choice="none"), grammar=TEXT), NO_FORMAT)
+    assert request.grammar == WireGrammar("json_object")
 
 
 def reasoning(folder: Path) -> Dialect:
@@ -123,35 +152,33 @@ def reasoning(folder: Path) -> Dialect:
     return Dialects([f"m={folder}"]).of("m", having(CHATGLM.inputs))
 
 
-async def test_reasoning_and_a_grammar_exclude_each_other(tmp_path: Path) -> None:
-    dialect = reasoning(tmp_path)
-    assert (await sent(dialect, generation(), NO_FORMAT)).raw
-    with pytest.raises(InvalidRequestError, match="begins with reasoning"):
-        await sent(
-            dialect, generation(grammar=Grammar(kind="json_object", field="response_format")), NO_FORMAT
-        )
+@pytest.mark.parametrize("begun", [False, True])
+async def test_reasoning_may_come_before_what_a_grammar_is_of(tmp_path: Path, *, begun: bool) -> None:
+    dialect = reasoning(tmp_path) if begun else templated(tmp_path, TEMPLATE + "{# </think> #}")
+    allowed = WireReasoning(begin="<think>", end="</think>", begun=begun)
+    request = await sent(dialect, generation(grammar=TEXT), NO_FORMAT)
+    assert request.grammar == WireGrammar("json_object", reasoning=allowed)
+    assert dialect.prepare is not None
+    answer = dialect.decoder(await dialect.prepare(generation(grammar=TEXT), NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    said = f"{REASONING}</think>\n\n{{}}" if begun else f"<think>{REASONING}</think>\n\n{{}}"
+    (last,) = answer.decode(response(said, END))
+    assert isinstance(last, Delta)
+    assert last.pieces == (Reasoning(REASONING), "{}")
 
 
-async def test_a_call_is_not_required_behind_reasoning(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    template = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}</think><think>\n"
-    (tmp_path / "chat_template.jinja").write_text(template)
+async def test_no_reasoning_comes_before_a_grammar_where_special_tokens_mark_it(tmp_path: Path) -> None:
+    """Which no grammar of text has."""
+    tokenizer = write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(LISTED + "[/THINK][THINK]")
+    tokenizer.add_special_tokens(["[THINK]", "[/THINK]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     dialect = Dialects([f"m={tmp_path}"]).of("m", having(CHATGLM.inputs))
-    offer = ToolOffer(tools=(Tool(name="now", description=None, parameters={}),), choice="required")
-    with pytest.raises(InvalidRequestError, match="begins with reasoning") as refused:
-        await sent(dialect, generation(replace(TALK, offer=offer)), NO_FORMAT)
-    assert refused.value.param == "tool_choice"
-
-
-async def test_a_grammar_that_would_forbid_calls_is_refused(dialect: Dialect) -> None:
-    offer = ToolOffer(tools=(Tool(name="now", description=None, parameters={}),))
-    grammar = Grammar(kind="json_object", field="response_format")
-    with pytest.raises(InvalidRequestError, match="would forbid calling a tool") as refused:
-        await sent(dialect, generation(replace(TALK, offer=offer), grammar=grammar), NO_FORMAT)
-    assert refused.value.param == "response_format"
-    uncalled = replace(offer, choice="none")
-    request = await sent(dialect, generation(replace(TALK, offer=uncalled), grammar=grammar), NO_FORMAT)
-    assert request.grammar is not None
+    required = offering(choice="required")
+    for asked, param in ((generation(grammar=TEXT), TEXT.field), (generation(required), "tool_choice")):
+        with pytest.raises(InvalidRequestError, match="begins with reasoning") as refused:
+            await sent(dialect, asked, NO_FORMAT)
+        assert refused.value.param == param
 
 
 async def test_reasoning_is_counted_at_the_end_of_each_choice(tmp_path: Path) -> None:
