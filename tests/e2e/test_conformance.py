@@ -334,6 +334,9 @@ async def forced_tool(client: Client) -> None:
 @row("tools with `strict`", "`strict` 工具", "tools")
 async def strict_tool(client: Client) -> None:
     await client.chat(tools=STRICT)
+    if client.model != "chatglm":
+        asked = {"said": "?", "tools": STRICT, "max_tokens": 4000}
+        assert "structural_tag" in (await client.text(**asked))[0]
 
 
 @row(

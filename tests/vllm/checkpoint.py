@@ -7,6 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 CONTEXT = 1024
 SPECIAL = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
+CALL = "<tool_call>"
+"""Before a call: a token, but no special one."""
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
@@ -66,5 +68,6 @@ def _tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    tokenizer.add_tokens([AddedToken(CALL, special=False, normalized=False)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer

@@ -7,6 +7,8 @@ import jsonschema
 import openai
 import pytest
 
+from tests.vllm.checkpoint import CALL
+from tests.vllm.conftest import Served
 from tests.vllm.test_answers import say
 
 POINT: Any = {
@@ -70,3 +72,20 @@ async def test_a_named_tool_is_called(sdk: openai.AsyncOpenAI, name: str) -> Non
     ]
     if choice.finish_reason == "tool_calls":
         check(choice.message.tool_calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_strict_call_comes_among_text(sdk: openai.AsyncOpenAI, served: Served, stream: bool) -> None:
+    """Its mark is forced, and what stands behind it comes of random weights."""
+    mark = served.tokenizer.token_to_id(CALL)
+    strict: Any = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
+    asked: Any = {"model": "llama", "messages": say(), "tools": strict, "temperature": 2, "max_tokens": 300}
+    asked |= {"logit_bias": {str(mark): 100}, "parallel_tool_calls": False, "seed": 1}
+    if stream:
+        async with sdk.chat.completions.stream(**asked) as events:
+            (choice,) = (await events.get_final_completion()).choices
+    else:
+        (choice,) = (await sdk.chat.completions.create(**asked)).choices
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    check(choice.message.tool_calls)

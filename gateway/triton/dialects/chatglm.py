@@ -38,7 +38,7 @@ from gateway.triton.dialects.foreign import (
     grammar_forbids_calls,
     off_the_loop,
     reasoning_forbids,
-    refuse_strict_tools,
+    strict_needs_choice,
 )
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, no_template, text_of_archive
 from wire import names
@@ -376,5 +376,5 @@ def _templated_grammar(model: ModelText, generation: Generation, prompt: Rendere
     if model.call_marks is None and not rules.required:
         if grammar is not None:
             raise grammar_forbids_calls(grammar)
-        refuse_strict_tools(generation)
+        raise strict_needs_choice(offer)
     return _grammar_of_calls(structs.replace(rules, marks=model.call_marks), offer, reasoning)

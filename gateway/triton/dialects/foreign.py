@@ -5,6 +5,7 @@ do is a 400 that names the parameter.
 """
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Contract:
     """The input that takes a prompt's images; None: there is none."""
     adapters: bool = False
     """It applies LoRA adapters by their names."""
+    tags: bool = False
+    """It holds what stands within marks to a schema, wherever they come in an answer."""
     streams: bool | None = True
     """As in `Dialect`."""
 
@@ -102,13 +105,7 @@ class Contract:
 
         def rendered(generation: Generation) -> Generation:
             prompt = self.prompt(generation, inputs, model)
-            refuse_grammar(generation, prompt)
-            return replace(
-                generation,
-                prompt=prompt,
-                grammar=_grammar_of(prompt.offer) if prompt.listed and prompt.offer else generation.grammar,
-                show_special=generation.show_special or prompt.show_special,
-            )
+            return _constrained(generation, prompt, model.call_marks if self.tags else None)
 
         async def prepare(generation: Generation, _report: ModelReport) -> Generation:
             refuse_others(generation, self.supported)
@@ -191,44 +188,48 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
             raise InvalidRequestError(f"{public!r} cannot be used with this model.", param=public)
     if generation.max_tokens == 0:
         raise InvalidRequestError("The model's backend generates at least one token.", param="max_tokens")
-    refuse_strict_tools(generation)
 
 
-def _grammar_of(offer: ToolOffer) -> Grammar | None:
-    """Return the grammar of an answer that must consist of calls."""
-    calls = call_rules(offer)
-    text = "" if calls is None else json.dumps(list_schema(calls), ensure_ascii=False)
-    return Grammar(kind="json_schema", text=text, field=offer.choice_field)
+def _constrained(generation: Generation, prompt: RenderedPrompt, marks: tuple[str, str] | None) -> Generation:
+    """Return a generation for `prompt`, with what its answer is held to.
 
-
-def refuse_strict_tools(generation: Generation) -> None:
-    """Refuse strict tools that the model may call or not: only the whole of an answer can be enforced.
+    Args:
+        generation: the request.
+        prompt: what was made of its prompt.
+        marks: within which the backend enforces calls wherever they come; None: it cannot.
 
     Raises:
-        InvalidRequestError: it names the tools.
+        InvalidRequestError: the answer may also be, or begins with, what a grammar of all of it would forbid.
     """
-    offer = generation.prompt.offer if isinstance(generation.prompt, Conversation) else None
-    if offer is not None and offer.choice == "auto" and any(tool.strict for tool in offer.tools):
-        raise InvalidRequestError(
-            "Of this model, a call is enforced where it must come: choose a tool, or 'required', by"
-            " tool_choice, or leave out 'strict'.",
-            param=offer.field,
-        )
-
-
-def refuse_grammar(generation: Generation, prompt: RenderedPrompt) -> None:
-    """Refuse a grammar of all of an answer, whose text alone it is meant for, where more may be in it.
-
-    It would forbid the calls, and be met by the reasoning. So would one of calls that must come.
-
-    Raises:
-        InvalidRequestError: it names the grammar, or the choice of tools.
-    """
-    grammar = generation.grammar
+    grammar, offer = generation.grammar, prompt.offer
     if prompt.thinking and (grammar is not None or prompt.listed):
-        raise reasoning_forbids(grammar, prompt.offer)
-    if grammar is not None and prompt.tools and not prompt.listed:
-        raise grammar_forbids_calls(grammar)
+        raise reasoning_forbids(grammar, offer)
+    rules = None if offer is None else call_rules(offer, grammar)
+    if offer is not None and rules is not None:
+        if rules.required:
+            text = json.dumps(list_schema(rules), ensure_ascii=False)
+            grammar = Grammar(kind="json_schema", text=text, field=offer.choice_field)
+        elif grammar is not None:
+            raise grammar_forbids_calls(grammar)
+        elif marks is None:
+            raise strict_needs_choice(offer)
+        else:
+            prompt = dataclasses.replace(prompt, tagged=replace(rules, marks=marks))
+    return replace(
+        generation,
+        prompt=prompt,
+        grammar=grammar,
+        show_special=generation.show_special or prompt.show_special,
+    )
+
+
+def strict_needs_choice(offer: ToolOffer) -> InvalidRequestError:
+    """Return the error for strict tools that the model may call or not, and writes in a way of its own."""
+    return InvalidRequestError(
+        "Of this model, a call is enforced where it must come: choose a tool, or 'required', by"
+        " tool_choice, or leave out 'strict'.",
+        param=offer.field,
+    )
 
 
 def reasoning_forbids(grammar: Grammar | None, offer: ToolOffer | None) -> InvalidRequestError:

@@ -33,7 +33,7 @@ _NUMBERS: Final = {
 }
 """Datatypes of the parameters that are numbers, by their names here and after `sampling_param_`."""
 _IMAGES: Final = "image_url"
-_SUPPORTED: Final = (*_NUMBERS, "max_tokens", "stop", "priority")
+_SUPPORTED: Final = (*_NUMBERS, "max_tokens", "stop", "include_stop", "priority")
 
 
 def _prompt(generation: Generation, inputs: Collection[str], model: ModelText) -> RenderedPrompt:
@@ -65,7 +65,7 @@ def _write(
     tensors.flags("return_finish_reason", "sampling_param_exclude_input_from_output")
     tensors.numbers("sampling_param_max_tokens", "INT32", limit_of(generation), param="max_tokens")
     tensors.parameters(generation, _NUMBERS, lambda name: ("sampling_param_" + name,))
-    if generation.stop:
+    if generation.stop and not generation.include_stop:  # the backend leaves them out
         tensors.text("sampling_param_stop", *generation.stop)  # the gateway looks for them, too
     return message
 

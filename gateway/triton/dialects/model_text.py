@@ -17,7 +17,7 @@ from gateway.chat.vocabulary import Vocabulary, VocabularyError
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, ToolOffer, images_in
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtocolError
-from wire.grammar import Grammar, Reasoning
+from wire.grammar import Grammar, Reasoning, ToolCalls
 
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
 _ARCHIVES: Final = 16
@@ -57,6 +57,8 @@ class RenderedPrompt(PlainText):
     """The answer must be a list of calls (`gateway.chat.call_list`)."""
     grammar: Grammar | None = None
     """Of the answer, as our own engine takes it."""
+    tagged: ToolCalls | None = None
+    """The calls that are enforced among text, within marks."""
 
 
 @dataclass(frozen=True, slots=True)

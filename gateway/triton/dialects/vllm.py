@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+from gateway.chat.call_list import structural_tag
 from gateway.core.events import TokenLogprob, TopLogprob
 from gateway.core.request import Generation, Grammar
 from gateway.errors import InvalidRequestError
@@ -52,14 +53,15 @@ def _write(
     tensors.numbers("stream", "BOOL", generation.stream)
     if prompt.images:
         tensors.text(_IMAGES, *(image.data for image in prompt.images))
-    tensors.text("sampling_parameters", json.dumps(_parameters(generation, inputs), ensure_ascii=False))
+    parameters = _parameters(generation, prompt, inputs)
+    tensors.text("sampling_parameters", json.dumps(parameters, ensure_ascii=False))
     tensors.flags(_EXCLUDES, *_REPORTS)
     if generation.logprobs is not None and not tensors.flags("return_logprobs"):
         raise InvalidRequestError("The model's backend has no log-probabilities.", param="logprobs")
     return message
 
 
-def _parameters(generation: Generation, inputs: Collection[str]) -> dict[str, Any]:
+def _parameters(generation: Generation, prompt: RenderedPrompt, inputs: Collection[str]) -> dict[str, Any]:
     """Return vLLM's sampling parameters; those at our defaults too, since vLLM's may be the model's own."""
     parameters = {name: getattr(generation, name) for name in _SAME}
     limit, top_k = generation.max_tokens, generation.top_k
@@ -71,10 +73,13 @@ def _parameters(generation: Generation, inputs: Collection[str]) -> dict[str, An
     parameters["lora_name"] = generation.adapter
     if generation.logit_bias:
         parameters["logit_bias"] = {str(id_): bias for id_, bias in generation.logit_bias.items()}
-    if generation.grammar is not None:
+    structured = None if generation.grammar is None else _structured(generation.grammar)
+    if prompt.tagged is not None:
+        structured = {"structural_tag": json.dumps(structural_tag(prompt.tagged), ensure_ascii=False)}
+    if structured is not None:
         # Renamed in the release that began to embed, 25.11: each takes its own name only.
         name = "structured_outputs" if embeddings.REQUEST in inputs else "guided_decoding"
-        parameters[name] = json.dumps(_structured(generation.grammar))
+        parameters[name] = json.dumps(structured)
     return {name: value for name, value in parameters.items() if value is not None}
 
 
@@ -128,4 +133,5 @@ CONTRACT: Final = Contract(
     embedder=embeddings.of_vllm,
     images=_IMAGES,
     adapters=True,
+    tags=True,
 )

@@ -243,6 +243,16 @@ def test_the_llm_api_is_told_to_leave_out_the_prompt_where_it_can_be() -> None:
         assert given(dialect.request(prepared(dialect), ModelReport(), 1.0)).get(name) == sent
 
 
+def test_the_llm_api_is_not_told_of_stop_strings_that_are_to_stay() -> None:
+    """It leaves them out: the gateway ends the answer behind them."""
+    dialect = llm_api.CONTRACT.dialect(LLM_API | {"sampling_param_stop"}, NOT_COUNTING)
+    asked: dict[str, Any] = {"stop": ["END"], "include_stop": True}
+    assert "sampling_param_stop" not in given(dialect.request(prepared(dialect, **asked), ModelReport(), 1.0))
+    assert read(dialect, [response("one END two")], **asked)[0] == "one END"
+    told = given(dialect.request(prepared(dialect, stop=["END"]), ModelReport(), 1.0))
+    assert told["sampling_param_stop"] == ["END"]
+
+
 IMAGE = Image(url="data:image/webp;base64,eA==", at=2, field="f")
 ASKED = Message(role="user", content="What is it?", images=(IMAGE,))
 SEES = """{% for message in messages %}{% for part in message.content %}
