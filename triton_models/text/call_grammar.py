@@ -1,7 +1,6 @@
 """Grammars for answers of text and tool calls, in the syntax of each chat format (see `wire.calls`)."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from triton_models.text.grammar_text import (
     Document,
     TextRule,
     Thought,
+    escaped,
     fault,
     json_rule,
     literal,
@@ -172,7 +172,7 @@ def raw_call_document(grammar: Grammar) -> Document:
         rules += f'object{at}: {literal(heads[-1])} {body} "}}"\n'
     rules += f"object: {' | '.join(f'object{at}' for at in range(len(heads)))}\n"
     if calls.marks is None:
-        more = "" if calls.single else '(", " object)*'
+        more = "" if calls.single else f'("," {BLANKS} object)*'
         start = f'start: {thought.body}"[" object {more} "]"\n'
         openings = [f"{before}[{head}" for before in thought.openings for head in heads]
         return Document(start + rules, None, openings, _strict_schemas(calls))
@@ -201,18 +201,13 @@ def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tu
     """
     more = "?" if calls.single else "*"
     rules = f"before[suffix={literal(begin)}]: {ANYTHING}\n"
-    rules += f"REST: {ANYTHING} & ~/(?s:.*{_escaped(begin)}.*)/\n"
+    rules += f"REST: {ANYTHING} & ~/(?s:.*{escaped(begin)}.*)/\n"
     if reasoning is None or reasoning.begun:
         return f"start: {'' if reasoning is None else 'thought '}(before body){more} REST\n", rules
-    rules += f"SAID: {ANYTHING} & ~/\\s*{_escaped(reasoning.begin)}(?s:.*)/\nLAST: SAID & REST\n"
+    rules += f"SAID: {ANYTHING} & ~/\\s*{escaped(reasoning.begin)}(?s:.*)/\nLAST: SAID & REST\n"
     rules += f"said[suffix={literal(begin)}]: SAID\n"
     then = "REST" if calls.single else "(before body)* REST"
     return f"start: thought (before body){more} REST | said body {then} | LAST\n", rules
-
-
-def _escaped(text: str) -> str:
-    """Return the regular expression of a text, within a grammar."""
-    return re.escape(text).replace("/", "\\/")
 
 
 def _check(calls: ToolCalls) -> None:

@@ -38,7 +38,7 @@ _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
 
 ANYTHING: Final = "/(?s:.*)/"
 """The regular expression of any text."""
-BLANKS: Final = r"/\s{0,8}/"
+BLANKS: Final = r"/[ \t\r\n]{0,8}/"
 """That of white space around what a grammar is of: so little that a model cannot write it without end."""
 
 _NOT_NAMES = re.compile(
@@ -118,10 +118,12 @@ class Thought:
         """Return those for `reasoning`; None: there is none."""
         if reasoning is None:
             return cls()
-        rules = f"thinking[suffix={literal(reasoning.end)}]: {ANYTHING}\n"
+        end = f"thinking[suffix={literal(reasoning.end)}]: "
+        thought = f"thought: thinking {BLANKS}\n"
         if reasoning.begun:
-            return cls("thought ", f"{rules}thought: thinking {BLANKS}\n", (reasoning.end,))
-        rules += f"thought: {literal(reasoning.begin)} thinking {BLANKS}\n"
+            return cls("thought ", f"{end}{ANYTHING}\n{thought}", (reasoning.end,))
+        # With its mark in one expression: else a client's own, which may begin as the mark does, takes it.
+        rules = f"{end}/\\s{{0,8}}{escaped(reasoning.begin)}(?s:.*)/\n{thought}"
         return cls("thought? ", rules, ("", reasoning.begin + reasoning.end))
 
 
@@ -172,6 +174,11 @@ def text_rule(grammar: Grammar) -> TextRule:
 def literal(text: str) -> str:
     """Return `text`, which must not be empty, as a string literal of Lark."""
     return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+def escaped(text: str) -> str:
+    """Return the regular expression of `text`, for use within slashes."""
+    return re.escape(text).replace("/", "\\/")
 
 
 def optional(text: str) -> str:

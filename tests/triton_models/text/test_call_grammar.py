@@ -256,8 +256,14 @@ def test_reasoning_comes_first(glm4: Tokenizer, begun: bool) -> None:
     for grammar in (Grammar("regex", "a+", reasoning), Grammar("lark", 'start: "a"', reasoning)):
         assert told(walker, grammar, f"{thought}\n\na") == f"{thought}\n\na."
         assert told(walker, grammar, "b" + thought) == (f"b{thought}" if begun else "")
+    for regex in ("[^/]+", "[<>a-z]+", "<[a-z>]+"):  # which may begin as a mark does, or hold one
+        grammar = Grammar("regex", regex, reasoning)
+        assert told(walker, grammar, f"{thought}\n\n<thing") == f"{thought}\n\n<thing."
+        if not begun:
+            assert told(walker, grammar, "<thing") == "<thing."
+            assert told(walker, grammar, f"\n{thought}<a") == f"\n{thought}<a."
     listed = Grammar("tool_calls", rules(BOOLEAN, required=True), reasoning)
-    calls = '[{"name": "f", "arguments": {"a": false}}]'
+    calls = '[{"name": "f", "arguments": {"a": false}},{"name": "f", "arguments": {"a": true}}]'
     assert told(walker, listed, thought + calls) == thought + calls + "."
 
 
