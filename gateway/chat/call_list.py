@@ -15,6 +15,10 @@ from wire.grammar import ToolCalls
 _DEFINITIONS: Final = "$defs"
 _VALUES: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are no schemas, whatever they look like."""
+_NAMED: Final = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", _DEFINITIONS, "definitions"}
+)
+"""Keywords whose values are schemas by names, which may be those of keywords."""
 
 
 def list_schema(calls: ToolCalls) -> dict[str, Any]:
@@ -68,8 +72,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: value if key in _VALUES else _moved(value, root) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            moved[key] = {name: _moved(each, root) for name, each in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = root + value[1:]
+        else:
+            moved[key] = value if key in _VALUES else _moved(value, root)
     return moved

@@ -7,8 +7,8 @@ first already, and the end of the answer may stand for the second. Calls are wri
 A call counts if its tool was offered. It is certain, and reported as it is written, once its name and the
 beginning of its arguments were read. What was reported cannot be taken back: arguments that break off, or
 that their closing mark interrupts, stay as the model wrote them, and what follows is text. Everything else is
-text, too: nothing of an answer is lost but the white space around marks. What may still become a mark is held
-back, and the result does not depend on how the text was cut.
+text, too: nothing of an answer is lost but marks, also one that the answer's end cuts, and white space around
+them. What may still become a mark is held back, and the result does not depend on how the text was cut.
 """
 
 import enum

@@ -287,10 +287,8 @@ class ChatRequest(AnyCompletionRequest):
             raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         super().check()
         offer = self.continued.offer
-        if offer is not None and call_rules(offer) is not None:
-            self.refuse_open_ends("a call that is held to its schema")
-            if self.use_beam_search:
-                raise InvalidRequestError(
-                    f"{offer.field} are not for use_beam_search=true where calls are held to their schemas.",
-                    param=offer.field,
-                )
+        if self.use_beam_search and offer is not None and call_rules(offer) is not None:
+            raise InvalidRequestError(
+                f"{offer.field} are not for use_beam_search=true where calls are held to their schemas.",
+                param=offer.field,
+            )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.chat.conversation import call_rules
 from gateway.core.request import Conversation, Generation, Grammar, Prompt
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import Body, Items, Strict, at_most, ignore
@@ -297,6 +298,8 @@ class GenerationRequest(Body, ABC):
             )
         if self.grammar is not None:
             self.refuse_open_ends(f"an answer that is held to {self.grammar.field}")
+        if offer is not None and call_rules(offer) is not None:
+            self.refuse_open_ends("a call that is held to its schema")
 
     def refuse_open_ends(self, answer: str) -> None:
         """Refuse options that keep `answer`, described for errors, from ending where it is complete.

@@ -55,6 +55,13 @@ def test_a_list_has_calls_of_the_tools_and_nothing_else() -> None:
 
 def test_references_are_to_their_own_tools_schema() -> None:
     other = {"$defs": {"point": {"type": "null"}}, "properties": {"at": {"$ref": "#/$defs/point"}}}
+    names = {name: {"$ref": "#/$defs/point"} for name in ("default", "const", "enum", "$ref")}
+    named = {"properties": names, "default": {"$ref": "#/$defs/no"}, "$defs": {"point": POINT}}
+    made = schema(CallableTool("name", named))
+    assert made["$defs"]["tool0"]["default"] == {"$ref": "#/$defs/no"}
+    for name in names:
+        assert allows(made, call("name", **{name: {"x": 1}}))
+        assert not allows(made, call("name", **{name: {"x": "1"}}))
     made = schema(CallableTool("go", PLACE), CallableTool("rest", other), CallableTool("tree", TREE))
     assert allows(made, call("go", at={"x": 1}), call("rest", at=None), call("tree", next={"next": {}}))
     assert not allows(made, call("go", at={"x": "1"}))

@@ -244,6 +244,8 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 1}, "min_tokens"),
+        ({"tools": [{**TOOL, "strict": True}], "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": TOOL}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {**TOOL, "name": "then"}}, "tool_choice"),
         (
