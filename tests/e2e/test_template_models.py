@@ -129,7 +129,10 @@ def test_a_schema_is_held_to(client: openai.OpenAI) -> None:
         model=CHAT,
         messages=QUESTION,
         max_tokens=40,
-        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+        extra_body={
+            "structured_outputs": {"choice": ["yes", "no"]},
+            "chat_template_kwargs": {"enable_thinking": False},  # of which there is no end to random weights'
+        },
     )
     assert answer.choices[0].message.content in ("yes", "no")
 
@@ -167,6 +170,7 @@ def test_a_call_is_required(client: openai.OpenAI, seed: int) -> None:
     """Of random weights at the highest temperature."""
     asked: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "tools": [*TOOLS, OTHER], "seed": seed}
     asked |= {"tool_choice": "required", "temperature": 2, "max_tokens": 400}
+    asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     (choice,) = client.chat.completions.create(**asked).choices
     assert not choice.message.content
     calls = [(each.function.name, each.function.arguments) for each in choice.message.tool_calls or ()]
@@ -187,7 +191,12 @@ def test_a_call_is_required(client: openai.OpenAI, seed: int) -> None:
 def test_a_named_tool_is_called_once(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "get_time"}}
     (choice,) = client.chat.completions.create(
-        model=CHAT, messages=QUESTION, tools=[*TOOLS, OTHER], tool_choice=named, temperature=2
+        model=CHAT,
+        messages=QUESTION,
+        tools=[*TOOLS, OTHER],
+        tool_choice=named,
+        temperature=2,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     ).choices
     assert choice.finish_reason == "tool_calls"
     calls: Any = choice.message.tool_calls

@@ -151,10 +151,14 @@ class ModelText:
         return None if marks is None or not self.special.isdisjoint(marks) else marks
 
     def reasoning_before(self, prompt: RenderedPrompt) -> Reasoning | None:
-        """Return what may come before that which a grammar of text is of; None: nothing that it can allow."""
-        if not prompt.thinks or not self.special.isdisjoint(self.marks):
-            return None
+        """Return what may come before that which a grammar of text is of; None: nothing that it can allow.
+
+        Nothing comes where the prompt has ended it: so templates switch reasoning off.
+        """
         begin, end = self.marks
+        special = not self.special.isdisjoint(self.marks)
+        if not prompt.thinks or special or prompt.text.rstrip().endswith(end):
+            return None
         return Reasoning(begin=begin, end=end, begun=prompt.thinking)
 
     def reader(self, prompt: RenderedPrompt) -> MarkedText:

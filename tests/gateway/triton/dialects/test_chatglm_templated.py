@@ -167,6 +167,12 @@ async def test_reasoning_may_come_before_what_a_grammar_is_of(tmp_path: Path, *,
     assert last.pieces == (Reasoning(REASONING), "{}")
 
 
+async def test_no_reasoning_comes_before_a_grammar_where_it_is_switched_off(dialect: Dialect) -> None:
+    off = replace(TALK, switches={"enable_thinking": False})
+    request = await sent(dialect, generation(off, grammar=TEXT), NO_FORMAT)
+    assert request.grammar == WireGrammar("json_object")
+
+
 async def test_no_reasoning_comes_before_a_grammar_where_special_tokens_mark_it(tmp_path: Path) -> None:
     """Which no grammar of text has."""
     tokenizer = write_tokenizer(tmp_path)
