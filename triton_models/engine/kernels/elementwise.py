@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import padded
+from triton_models.engine.kernels.heads import load_angles, padded, rotate
 
 _NUMBERS_PER_WARP = 512
 _ACTIVATION_BLOCK = 1024
@@ -157,16 +157,10 @@ def _rotate_store(
 
     rotated = plain
     if cos is not None:
-        half: tl.constexpr = DIMS // 2
-        pairs = tl.arange(0, half)
-        angle = position * PAIRS + pairs
-        cosine = tl.load(cos + angle, mask=pairs < PAIRS, other=0.0)[None, :]
-        sine = tl.load(sin + angle, mask=pairs < PAIRS, other=0.0)[None, :]
-        even, odd = tl.split(plain.to(tl.float32).reshape(HEADS, half, 2))
-        turned = tl.join(even * cosine - odd * sine, odd * cosine + even * sine).reshape(HEADS, DIMS)
-        rotary = dims < 2 * PAIRS
-        rotated = tl.where(rotary, turned.to(plain.dtype), plain)
-        tl.store(here, rotated, mask=(heads < QUERY_HEADS) & rotary)
+        cosine = load_angles(cos, position, PAIRS, DIMS)
+        sine = load_angles(sin, position, PAIRS, DIMS)
+        rotated = rotate(plain, cosine, sine, PAIRS)
+        tl.store(here, rotated, mask=(heads < QUERY_HEADS) & (dims < 2 * PAIRS))
 
     table = tables + tl.load(rows + token).to(tl.int64) * table_stride
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)

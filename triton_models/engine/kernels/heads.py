@@ -1,4 +1,4 @@
-"""Heads in the tiles of attention kernels, whose sides are powers of two, and ALiBi's biases of scores."""
+"""Heads in the tiles of kernels, whose sides are powers of two: rotation, and ALiBi's biases of scores."""
 
 import triton
 import triton.language as tl
@@ -28,6 +28,31 @@ def load_heads(cache, places, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr
     else:
         heads = tl.load(here)
     return heads
+
+
+@triton.jit
+def load_angles(table, position, PAIRS: tl.constexpr, DIMS: tl.constexpr):
+    """Return a position's row of a rotary table, [1, DIMS / 2]: zeros beyond PAIRS."""
+    pairs = tl.arange(0, DIMS // 2)
+    return tl.load(table + position * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)[None, :]
+
+
+@triton.jit
+def rotate(heads, cosine, sine, PAIRS: tl.constexpr):
+    """Return heads, [N, DIMS], of which the first PAIRS interleaved pairs are rotated, in float32.
+
+    `cosine` and `sine`: from `load_angles`. Who calls this is compiled without `enable_fp_fusion`, so that
+    each product and sum is rounded separately.
+    """
+    size: tl.constexpr = heads.shape[0]
+    width: tl.constexpr = heads.shape[1]
+    even, odd = tl.split(heads.to(tl.float32).reshape(size, width // 2, 2))
+    turned_even, turned_odd = even * cosine - odd * sine, odd * cosine + even * sine
+    # Not `join`: of operands that it made, the compiler has threads hold other numbers, in more registers.
+    is_odd = tl.arange(0, 2)[None, None, :] > 0
+    turned = tl.where(is_odd, turned_odd[:, :, None], turned_even[:, :, None]).reshape(size, width)
+    # What is not rotated is kept, since a sine of 0 would not cancel an infinite neighbour.
+    return tl.where(tl.arange(0, width)[None, :] < 2 * PAIRS, turned.to(heads.dtype), heads)
 
 
 @triton.jit
