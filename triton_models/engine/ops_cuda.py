@@ -10,6 +10,7 @@ from torch import Tensor
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.kernels.attention_decode import (
     DecodeWorkspace,
+    NewTokens,
     decode_attention,
     plan_decode,
     share_out,
@@ -95,24 +96,29 @@ class CudaOperations:
         """Rotate, store and attend; see `Operations` for the shapes."""
         layout = self._layout
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        tables, slots = layout.tables, layout.slots
+        tables = layout.tables
+        turns = rotary if isinstance(rotary, Rotary) else None
         slopes = rotary.slopes if isinstance(rotary, Alibi) else None
-        rotate_store(
-            projected,
-            rotary.cos if isinstance(rotary, Rotary) else None,
-            rotary.sin if isinstance(rotary, Rotary) else None,
-            self._positions,
-            tables,
-            slots,
-            keys,
-            values,
-            query_heads=self._query_heads,
-        )
         queries = projected[:, : self._query_heads]
         attended = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        # Decodes without prompts beside them rotate and store on their own: a launch less in each layer.
+        decodes: Tensor | NewTokens = NewTokens(projected, turns)
+        if layout.tiles is not None:
+            rotate_store(
+                projected,
+                turns.cos if turns else None,
+                turns.sin if turns else None,
+                self._positions,
+                tables,
+                layout.slots,
+                keys,
+                values,
+                query_heads=self._query_heads,
+            )
+            decodes = queries[: self._decodes]
         if self._decodes:
             decode_attention(
-                queries[: self._decodes],
+                decodes,
                 keys,
                 values,
                 tables,

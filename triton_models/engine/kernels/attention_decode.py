@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
+from triton_models.engine.kernels.heads import (
+    lean,
+    load_angles,
+    load_heads,
+    load_slopes,
+    padded,
+    rotate,
+)
+from triton_models.engine.models import Rotary
 
 PARTS = 32
 """Most parts of a sequence: the workspace has room for so many."""
@@ -105,6 +113,17 @@ class DecodeWorkspace:
         self.arrivals.zero_()
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The newest token of each sequence, as a layer projected it: nothing is rotated or stored yet."""
+
+    projected: Tensor
+    """[B, query heads + 2 * KV heads, head_dim], contiguous: queries, then keys, then values."""
+    rotary: Rotary | None
+    """Rotates queries and keys by their positions; [positions, R / 2], contiguous, R at most head_dim. None:
+    nothing is rotated."""
+
+
 def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
     """Return what each program of a KV head does in all layers of a step, for `decode_attention`.
 
@@ -140,7 +159,7 @@ def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
 
 
 def decode_attention(
-    queries: Tensor,
+    queries: Tensor | NewTokens,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
@@ -153,6 +172,10 @@ def decode_attention(
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
+    Given new tokens, it does first what `rotate_store` does, to the same bits, but that `projected` stays as
+    it is. A new token's place must be no other row's; the results of rows that share one, as those that pad a
+    step do, may be anything.
+
     The programs of a divided sequence store what their parts come to in the workspace, and the last to finish
     merges all of them in order. So a row's result depends on its sequence's division, but on nothing else.
 
@@ -160,13 +183,15 @@ def decode_attention(
     tokens left in a sequence's last block affects no result. Rows without a decode are not written.
 
     Compiled once for each dtype, number of heads, head_dim, block_size, tile with its launch options, and
-    whether there are slopes. No other argument causes another compilation, provided that the addresses of
-    `queries`, `keys`, `values`, `out` and `slopes` and the stride in bytes between the tokens of `queries`
-    are multiples of 16.
+    whether there are slopes; also with and without new tokens, and for each R of these. No other argument
+    causes another compilation, provided that the addresses of `queries`, rotary tables, `keys`, `values`,
+    `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
     Args:
-        queries: [B, query heads, head_dim]; only the batch may be strided.
-        keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries.
+        queries: [B, query heads, head_dim]; only the batch may be strided. Or new tokens, whose keys and
+            values are not in the cache yet.
+        keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries. Those of
+            new tokens are written at their places.
         values: like `keys`.
         tables: [S, W] int32, block numbers.
         items: what `share_out` returned for this plan.
@@ -178,7 +203,11 @@ def decode_attention(
     Raises:
         ValueError: the workspace is too small.
     """
-    batch, query_heads, head_dim = queries.shape
+    rotary, stores = None, isinstance(queries, NewTokens)
+    if isinstance(queries, NewTokens):
+        rotary, queries = queries.rotary, queries.projected
+    batch, _, head_dim = queries.shape
+    query_heads = out.shape[1]
     _, block_size, kv_heads, _ = keys.shape
     if workspace.rows < batch:
         raise ValueError(f"{batch} rows need a workspace of as many")
@@ -193,6 +222,8 @@ def decode_attention(
         workspace.scales,
         workspace.arrivals,
         slopes,
+        rotary.cos if rotary else None,
+        rotary.sin if rotary else None,
         queries.stride(0),
         tables.stride(0),
         GROUP=query_heads // kv_heads,
@@ -203,8 +234,11 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         MAX_PARTS=PARTS,
+        STORES=stores,
+        PAIRS=rotary.cos.shape[1] if rotary else 0,
         num_warps=plan.warps,
         num_stages=plan.stages,
+        enable_fp_fusion=False,
     )
 
 
@@ -295,10 +329,56 @@ def _merge(
             new = tl.maximum(high, other_high)
             keep = tl.exp2((high - new) * log2_scale)
             add = tl.exp2((other_high - new) * log2_scale)
-            weights = weights * keep + other_weights * add
-            sums = sums * keep[:, None] + other_sums * add[:, None]
+            weights = tl.fma(weights, keep, other_weights * add)
+            sums = tl.fma(sums, tl.broadcast_to(keep[:, None], sums.shape), other_sums * add[:, None])
             high = new
     return weights, sums
+
+
+@triton.jit
+def _store_new(
+    query,
+    projected,
+    cos,
+    sin,
+    keys,
+    values,
+    table,
+    position,
+    ends,
+    kv_head,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Return a new token's queries rotated; store its key and value if the program `ends` with this token.
+
+    `projected`: the token's heads. `keys`, `values`: the KV head in the cache.
+    """
+    # All loads come before the first use of any, so that their latencies overlap. The key and the value are
+    # two rows, so that one thread has a pair of numbers.
+    rows = tl.arange(0, 2)[:, None]
+    dims = tl.arange(0, DIMS)[None, :]
+    stored = (dims < HEAD_DIM) & ends
+    new = tl.load(
+        projected + (QUERY_HEADS + kv_head + rows * KV_HEADS) * HEAD_DIM + dims, mask=stored, other=0.0
+    )
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    rotated = new
+    if cos is not None:
+        cosine = load_angles(cos, position, PAIRS, DIMS)
+        sine = load_angles(sin, position, PAIRS, DIMS)
+        rotated = rotate(new, cosine, sine, PAIRS)
+        query = rotate(query, cosine, sine, PAIRS)
+    here = (block * BLOCK_SIZE + position % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + dims + rows * 0
+    tl.store(keys + here, rotated, mask=stored & (rows == 0))
+    tl.store(values + here, new, mask=stored & (rows == 1))
+    # No other program reads the new token's place, but other threads of this one do.
+    tl.debug_barrier()
+    return query
 
 
 @triton.jit(
@@ -316,6 +396,8 @@ def _decode(
     scales_out,
     arrivals,
     slopes,
+    cos,
+    sin,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -326,6 +408,8 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    STORES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * _ITEM
@@ -345,14 +429,17 @@ def _decode(
     real = (lanes < GROUP)[:, None]
     filled = real & (dims < HEAD_DIM)[None, :]
     slope = load_slopes(slopes, heads, lanes < GROUP, HEAD_DIM)
-    query = tl.load(
-        queries + batch_row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=filled,
-        other=0.0,
-    )
+    # A width that the compiler knows lets it load several numbers at once.
+    queries += batch_row.to(tl.int64) * ((GROUP + 2) * KV_HEADS * HEAD_DIM if STORES else query_stride)
+    query = tl.load(queries + heads[:, None] * HEAD_DIM + dims[None, :], mask=filled, other=0.0)
     table = tables + slot.to(tl.int64) * table_stride
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
+    if STORES:
+        query = _store_new(
+            query, queries, cos, sin, keys, values, table, length - 1, last == tiles, kv_head,
+            KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, PAIRS,
+        )  # fmt: skip
     pair = batch_row * KV_HEADS + kv_head
     partial = pair.to(tl.int64) * MAX_PARTS
 

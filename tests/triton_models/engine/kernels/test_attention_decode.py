@@ -14,11 +14,14 @@ from triton_models.engine.kernels.attention_decode import (
     PARTS,
     DecodePlan,
     DecodeWorkspace,
+    NewTokens,
     decode_attention,
     plan_decode,
     share_out,
 )
+from triton_models.engine.kernels.elementwise import rotate_store
 from triton_models.engine.kernels.heads import padded
+from triton_models.engine.models import Rotary
 
 SMALL = DecodePlan(tile=16, warps=4, stages=2, extra=1)
 """Divides no sequence."""
@@ -29,14 +32,18 @@ BY_LENGTH = None
 
 def decode(
     case: PagedCase,
-    queries: Tensor,
+    queries: Tensor | NewTokens,
     extra: int | None,
     batch: list[int],
     *,
     parts: int = PARTS,
+    backwards: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind."""
+    """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind.
+
+    `backwards`: a sequence's last part comes first.
+    """
     shape, plan = case.shape, replace(SMALL, extra=extra, parts=parts)
     workspace = DecodeWorkspace(
         rows=len(batch),
@@ -47,12 +54,15 @@ def decode(
     )
     workspace.sums.fill_(torch.nan)
     workspace.scales.fill_(torch.nan)
-    out = torch.full((len(batch), shape.query_heads, shape.head_dim), UNWRITTEN).to(queries)
+    size = (len(batch), shape.query_heads, shape.head_dim)
+    out = torch.full(size, UNWRITTEN, dtype=case.keys.dtype, device=case.device)
+    rows = queries if isinstance(queries, NewTokens) else queries[batch]
     slots = case.integers([case.table_rows[each] for each in batch])
     lengths = case.integers([case.lengths[each] for each in batch])
     items = share_out(lengths, slots, plan)
+    items = items.flip(0) if backwards else items
     decode_attention(
-        queries[batch], case.keys, case.values, case.tables, items, out,
+        rows, case.keys, case.values, case.tables, items, out,
         plan=plan, workspace=workspace, **options,
     )  # fmt: skip
     assert not workspace.arrivals.any()
@@ -140,6 +150,107 @@ def test_slopes_make_scores_fall_with_the_distance(device: torch.device, group: 
         wanted = case.attend(number, queries[number, None], length - 1, slopes)
         assert_close(whole[number, None], wanted)
         assert_close(parts[number, None], wanted)
+
+
+def new_tokens(case: PagedCase, pairs: int | None) -> NewTokens:
+    """Return a new token for each sequence, and tables for all positions; None: nothing is rotated."""
+    shape = case.shape
+    projected = case.random(len(case.lengths), shape.query_heads + 2 * shape.kv_heads)
+    if pairs is None:
+        return NewTokens(projected, None)
+    positions = max(case.lengths)
+    angles = torch.arange(positions * pairs, device=case.device).view(positions, pairs) * 0.7
+    return NewTokens(projected, Rotary(angles.cos(), angles.sin()))
+
+
+def bits(cached: Tensor) -> Tensor:
+    """Return what tells whether anything was written where there is no number."""
+    return cached.view(torch.int32 if cached.dtype == torch.float32 else torch.int16)
+
+
+def stored_before(
+    case: PagedCase, new: NewTokens, extra: int | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the attention to new tokens that `rotate_store` has stored, and the cache, as bits.
+
+    The cache of the case stays as it is.
+    """
+    kept, shape, rotary = (case.keys, case.values), case.shape, new.rotary
+    case.keys, case.values = (each.clone() for each in kept)
+    heads = new.projected.clone()
+    positions = case.integers([length - 1 for length in case.lengths])
+    rotate_store(
+        heads, rotary and rotary.cos, rotary and rotary.sin,
+        positions, case.tables, case.integers(case.table_rows),
+        case.keys, case.values, query_heads=shape.query_heads,
+    )  # fmt: skip
+    attended = decode(case, heads[:, : shape.query_heads], extra, list(range(len(case.lengths))), **options)
+    stored = bits(case.keys), bits(case.values)
+    case.keys, case.values = kept
+    return attended, *stored
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("extra", [1, 4, BY_LENGTH])
+@pytest.mark.parametrize(
+    ("shape", "pairs", "leaning"),
+    [
+        (Shape(), 8, False),
+        (Shape(group=1), 3, False),
+        (Shape(group=2, head_dim=20), 5, False),
+        (Shape(kv_heads=1, head_dim=20, block_size=64), 10, False),
+        (Shape(group=17, kv_heads=1, block_size=64), 0, False),
+        (Shape(group=1), None, False),
+        (Shape(group=1, kv_heads=3, head_dim=20), None, True),
+    ],
+    ids=["whole", "partial", "padded", "blocks", "no pairs", "unrotated", "leaning"],
+)
+def test_new_tokens_are_rotated_and_stored_to_the_same_bits(
+    device: torch.device,
+    dtype: torch.dtype,
+    extra: int | None,
+    shape: Shape,
+    pairs: int | None,
+    *,
+    leaning: bool,
+) -> None:
+    lengths = [1, 16, 17, 64, 65, 130]
+    case = PagedCase(lengths, shape, dtype=dtype, device=device)
+    new = new_tokens(case, pairs)
+    options = {"slopes": case.slopes()} if leaning else {}
+    expected, keys, values = stored_before(case, new, extra, **options)
+    assert not torch.equal(bits(case.keys), keys)
+    projected = new.projected.clone()
+    # No program may need another for what it stores, in whatever order they run.
+    attended = decode(case, new, extra, list(range(len(lengths))), backwards=True, **options)
+    assert attended.isfinite().all()
+    assert torch.equal(attended, expected)
+    assert torch.equal(bits(case.keys), keys)
+    assert torch.equal(bits(case.values), values)
+    assert torch.equal(new.projected, projected)
+
+
+def test_what_is_not_rotated_never_meets_a_zero_sine(device: torch.device) -> None:
+    case = PagedCase([20], Shape(), device=device)
+    new = new_tokens(case, 4)
+    new.projected[0, 6, 8] = torch.inf
+    decode(case, new, 1, [0])
+    block = case.tables[case.table_rows[0], 1]
+    assert case.keys[block, 3, 0, 8] == torch.inf
+    assert not case.keys[block, 3].isnan().any()
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+def test_a_new_token_of_padding_is_not_stored(device: torch.device, extra: int) -> None:
+    case = PagedCase([50, 33], Shape(), device=device)
+    new = new_tokens(case, 4)
+    case.lengths[1] = 0
+    expected, keys, values = stored_before(case, new, extra)
+    attended = decode(case, new, extra, [0, 1])
+    assert torch.equal(attended, expected)
+    assert torch.equal(attended[1], torch.full_like(attended[1], UNWRITTEN))
+    assert torch.equal(bits(case.keys), keys)
+    assert torch.equal(bits(case.values), values)
 
 
 def test_a_view_into_the_projection_is_read_in_place(device: torch.device) -> None:

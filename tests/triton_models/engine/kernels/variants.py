@@ -14,8 +14,9 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from triton_models.engine.kernels import attention_decode, attention_prefill, elementwise
-from triton_models.engine.kernels.attention_decode import DecodePlan, DecodeWorkspace
+from triton_models.engine.kernels.attention_decode import DecodePlan, DecodeWorkspace, NewTokens
 from triton_models.engine.kernels.attention_prefill import PrefillConfig
+from triton_models.engine.models import Rotary
 
 SHAPE = {"query_heads": 6, "kv_heads": 2, "head_dim": 16}
 HEADS = 10
@@ -50,14 +51,15 @@ def launch(rows: int, width: int, *, misaligned: bool, extra: int | None) -> Non
     workspace = DecodeWorkspace(rows=rows, device=torch.device("cpu"), **SHAPE)
     plan = DecodePlan(tile=16, warps=4, stages=2, extra=extra)
     items = attention_decode.share_out(numbers, numbers, plan)
-    attention_decode.decode_attention(
-        queries, cache, cache, tables, items, out, plan=plan, workspace=workspace
-    )
+    angles = torch.zeros(64, 4)
+    for each in (queries, NewTokens(projected, Rotary(angles, angles))):
+        attention_decode.decode_attention(
+            each, cache, cache, tables, items, out, plan=plan, workspace=workspace
+        )
     tiles = integers(4 * rows, misaligned=misaligned).view(rows, 4)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out)
     in_blocks = PrefillConfig(rows=64, keys=16, warps=4, stages=2, in_blocks=True)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out, config=in_blocks)
-    angles = torch.zeros(64, 4)
     elementwise.rotate_store(projected, angles, angles, numbers, tables, numbers, cache, cache, query_heads=6)
 
 
