@@ -7,14 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.heads import (
-    lean,
-    load_angles,
-    load_heads,
-    load_slopes,
-    padded,
-    rotate,
-)
+from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded, store_new
 from triton_models.engine.models import Rotary
 
 PARTS = 32
@@ -203,12 +196,13 @@ def decode_attention(
     Raises:
         ValueError: the workspace is too small.
     """
+    _, block_size, kv_heads, _ = keys.shape
     rotary, stores = None, isinstance(queries, NewTokens)
     if isinstance(queries, NewTokens):
         rotary, queries = queries.rotary, queries.projected
-    batch, _, head_dim = queries.shape
-    query_heads = out.shape[1]
-    _, block_size, kv_heads, _ = keys.shape
+    batch, query_heads, head_dim = queries.shape
+    if stores:
+        query_heads -= 2 * kv_heads
     if workspace.rows < batch:
         raise ValueError(f"{batch} rows need a workspace of as many")
     _decode[kv_heads * len(items),](
@@ -335,52 +329,6 @@ def _merge(
     return weights, sums
 
 
-@triton.jit
-def _store_new(
-    query,
-    projected,
-    cos,
-    sin,
-    keys,
-    values,
-    table,
-    position,
-    ends,
-    kv_head,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Return a new token's queries rotated; store its key and value if the program `ends` with this token.
-
-    `projected`: the token's heads. `keys`, `values`: the KV head in the cache.
-    """
-    # All loads come before the first use of any, so that their latencies overlap. The key and the value are
-    # two rows, so that one thread has a pair of numbers.
-    rows = tl.arange(0, 2)[:, None]
-    dims = tl.arange(0, DIMS)[None, :]
-    stored = (dims < HEAD_DIM) & ends
-    new = tl.load(
-        projected + (QUERY_HEADS + kv_head + rows * KV_HEADS) * HEAD_DIM + dims, mask=stored, other=0.0
-    )
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    rotated = new
-    if cos is not None:
-        cosine = load_angles(cos, position, PAIRS, DIMS)
-        sine = load_angles(sin, position, PAIRS, DIMS)
-        rotated = rotate(new, cosine, sine, PAIRS)
-        query = rotate(query, cosine, sine, PAIRS)
-    here = (block * BLOCK_SIZE + position % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + dims + rows * 0
-    tl.store(keys + here, rotated, mask=stored & (rows == 0))
-    tl.store(values + here, new, mask=stored & (rows == 1))
-    # No other program reads the new token's place, but other threads of this one do.
-    tl.debug_barrier()
-    return query
-
-
 @triton.jit(
     do_not_specialize=["query_stride", "table_stride"],
     do_not_specialize_on_alignment=["tables", "items", "arrivals"],
@@ -436,7 +384,7 @@ def _decode(
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
     if STORES:
-        query = _store_new(
+        query = store_new(
             query, queries, cos, sin, keys, values, table, length - 1, last == tiles, kv_head,
             KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, PAIRS,
         )  # fmt: skip

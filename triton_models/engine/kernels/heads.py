@@ -1,4 +1,4 @@
-"""Heads in the tiles of kernels, whose sides are powers of two: rotation, and ALiBi's biases of scores."""
+"""Heads in the tiles of kernels, whose sides are powers of two; rotation, and ALiBi's biases of scores."""
 
 import triton
 import triton.language as tl
@@ -53,6 +53,52 @@ def rotate(heads, cosine, sine, PAIRS: tl.constexpr):
     turned = tl.where(is_odd, turned_odd[:, :, None], turned_even[:, :, None]).reshape(size, width)
     # What is not rotated is kept, since a sine of 0 would not cancel an infinite neighbour.
     return tl.where(tl.arange(0, width)[None, :] < 2 * PAIRS, turned.to(heads.dtype), heads)
+
+
+@triton.jit
+def store_new(
+    query,
+    projected,
+    cos,
+    sin,
+    keys,
+    values,
+    table,
+    position,
+    ends,
+    kv_head,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Return a new token's queries rotated; store its key and value if the program `ends` with this token.
+
+    `projected`: the token's heads. `keys`, `values`: the KV head in the cache.
+    """
+    # All loads come before the first use of any, so that their latencies overlap. The key and the value are
+    # two rows, so that one thread has a pair of numbers.
+    rows = tl.arange(0, 2)[:, None]
+    dims = tl.arange(0, DIMS)[None, :]
+    stored = (dims < HEAD_DIM) & ends
+    new = tl.load(
+        projected + (QUERY_HEADS + kv_head + rows * KV_HEADS) * HEAD_DIM + dims, mask=stored, other=0.0
+    )
+    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    rotated = new
+    if cos is not None:
+        cosine = load_angles(cos, position, PAIRS, DIMS)
+        sine = load_angles(sin, position, PAIRS, DIMS)
+        rotated = rotate(new, cosine, sine, PAIRS)
+        query = rotate(query, cosine, sine, PAIRS)
+    here = (block * BLOCK_SIZE + position % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + dims + rows * 0
+    tl.store(keys + here, rotated, mask=stored & (rows == 0))
+    tl.store(values + here, new, mask=stored & (rows == 1))
+    # No other program reads the new token's place, but other threads of this one do.
+    tl.debug_barrier()
+    return query
 
 
 @triton.jit
