@@ -60,6 +60,10 @@ TRIED: Final = 8
 """Tokens that are tried after each opening when a grammar is compiled: the first masks of an object with
 thousands of properties are the most expensive."""
 
+NAMES: Final = ("[a-z]{1,30}", "[a-zA-Z0-9_]{1,30}")
+"""Tokens that a mask takes all at once, beside llguidance's own for text in quotes. To look at each of
+150,000 that may stand in a name takes a millisecond (bench/LOG.md)."""
+
 STACK_BYTES: Final = 2**28
 """llguidance needs up to 10 KB of stack for each rule in a chain of references, and a grammar of 2^18
 characters can contain thousands. Such grammars were measured to compile with half of this size. The usual 8
@@ -308,7 +312,10 @@ class Grammars:
         self._format = chat_format
         self._text_tokenizer = tokenizer
         self._pieces = _Pieces(tokenizer)
-        self._tokenizer = llguidance.LLTokenizer(self._pieces, eos_token=sorted(chat_format.stop_ids))
+        blanks, *texts = llguidance.LLTokenizer.general_slices()
+        self._tokenizer = llguidance.LLTokenizer(
+            self._pieces, eos_token=sorted(chat_format.stop_ids), slices=[blanks, *NAMES, *texts]
+        )
         self._allowed = np.zeros(-(-tokenizer.size // _WORD_BITS) * _WORD_BITS, dtype=np.uint8)
         self._allowed[: tokenizer.size] = 1
         self._allowed[self._pieces.special_token_ids] = 0
