@@ -1,4 +1,7 @@
-"""Times a decode step without attention: norms, products and gates of all layers in order, and the head."""
+"""Times a decode step without attention: norms, products and gates of all layers in order, and the head.
+
+The engine's own steps of few rows launch no norms: a product leaves rows for the next one (`kernels.rows`).
+"""
 
 from dataclasses import dataclass
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from bench.gpu.timing import Launch, microseconds
 from triton_models.engine.kernels.linear import Tiling, linear, new_arrivals
+from triton_models.engine.kernels.rows import Rows
 
 _SHARED = (24 * 1024, 113 * 1024)
 """Least and most bytes that one program keeps in flight: enough, but few enough for two programs to fit."""
@@ -140,9 +141,9 @@ class Operands:
     def run(self, product: Product, x: Tensor, weight: Tensor, residual: Tensor, tiling: Tiling) -> Tensor:
         """Launch one product with the operations fused into it; an `added` product adds to `residual`."""
         if product.gated:
-            return linear(x, weight, arrivals=self.arrivals, gated=True, tiling=tiling)
+            return linear(Rows(x), weight, arrivals=self.arrivals, gated=True, tiling=tiling)
         return linear(
-            x,
+            Rows(x),
             weight,
             self.bias if product.biased else None,
             arrivals=self.arrivals,

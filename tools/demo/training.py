@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from tools.demo.encoding import Sample
 from triton_models.checkpoint import load_model
-from triton_models.engine.models import Alibi, Rotary
+from triton_models.engine.models import Alibi, Next, Rotary
 from triton_models.engine.models.decoder import Decoder
 from triton_models.engine.ops_torch import PlainMath, rotate_in_place, rotation, split_heads
 from triton_models.families import read_shape, tensor_places
@@ -56,6 +56,8 @@ class _WholeDialogues(PlainMath):
         layer: int,  # noqa: ARG002 - there is no cache, so every layer is alike
         projected: Tensor,
         rotary: Rotary | Alibi | None,
+        *,
+        then: Next | None = None,  # noqa: ARG002 - nothing is done ahead
     ) -> Tensor:
         """See `Operations`."""
         if isinstance(rotary, Alibi):

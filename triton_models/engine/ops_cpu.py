@@ -24,7 +24,7 @@ from torch import Tensor
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.draw import row_keys
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, Norm, Rotary, StepLayout
+from triton_models.engine.models import Alibi, CausalModel, Next, Norm, Rotary, StepLayout
 from triton_models.engine.ops_torch import HostOperations, TorchOperations
 from triton_models.engine.quantised import Int4Linear, Int8Linear
 from triton_models.engine.sampler import SamplerInputs, SamplerOutputs, sample
@@ -344,7 +344,14 @@ class CpuOperations(HostOperations):
         step.tiles, step.tile_count = tiles.data_ptr(), len(starts)
         step.rows, step.threads = rows, torch.get_num_threads()
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        projected: Tensor,
+        rotary: Rotary | Alibi | None,
+        *,
+        then: Next | None = None,  # noqa: ARG002 - nothing is done ahead
+    ) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         cache, projected = self._cache, projected.contiguous()
         attended = torch.empty((len(projected), self._width), dtype=torch.float32)

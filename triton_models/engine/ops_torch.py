@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, 
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Norm, Rotary, StepLayout
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Next, Norm, Rotary, StepLayout
 
 _BIASES = 2**24
 """Most biases of a prompt's scores that exist at once: 64 MiB in float32."""
@@ -43,7 +43,7 @@ class PlainMath:
         inputs: Tensor,
         matrix: Linear,
         *,
-        then: Norm | None = None,  # noqa: ARG002 - nothing is done ahead
+        then: Next | None = None,  # noqa: ARG002 - nothing is done ahead
     ) -> Tensor:
         """Return `hidden + matrix(inputs)`."""
         return matrix.add(hidden, inputs)
@@ -66,7 +66,7 @@ class PlainMath:
         norm: Norm,
         gated: bool,
         add: bool,
-        then: Norm | None = None,  # noqa: ARG002 - as above
+        then: Next | None = None,  # noqa: ARG002 - as above
     ) -> Tensor:
         """Return `down` of the activated `up` of the normed `hidden`, and add it to `hidden` if asked to."""
         activated = (self.linear_swiglu if gated else self.linear_gelu)(hidden, up, norm=norm)
@@ -128,7 +128,14 @@ class TorchOperations(HostOperations):
             for chunk in layout.chunks
         ]
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        projected: Tensor,
+        rotary: Rotary | Alibi | None,
+        *,
+        then: Next | None = None,  # noqa: ARG002 - nothing is done ahead
+    ) -> Tensor:
         """Rotate, store and attend; see `Operations` for the shapes."""
         cached_keys, cached_values = self._keys[layer], self._values[layer]
         kv_heads = cached_keys.shape[2]

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.early import early, wait_for_inputs
 from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded, store_new
+from triton_models.engine.kernels.rows import block_sums, in_8_bits, mark_places
 from triton_models.engine.models import Rotary
 
 PARTS = 32
@@ -162,6 +164,7 @@ def decode_attention(
     plan: DecodePlan,
     workspace: DecodeWorkspace,
     slopes: Tensor | None = None,
+    marks: Tensor | None = None,
 ) -> None:
     """Attend one token of each sequence to the whole sequence, scaled by head_dim ** -0.5.
 
@@ -176,9 +179,10 @@ def decode_attention(
     tokens left in a sequence's last block affects no result. Rows without a decode are not written.
 
     Compiled once for each dtype, number of heads, head_dim, block_size, tile with its launch options, and
-    whether there are slopes; also with and without new tokens, and for each R of these. No other argument
-    causes another compilation, provided that the addresses of `queries`, rotary tables, `keys`, `values`,
-    `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
+    whether there are slopes; also with and without new tokens, and for each R of these; with and without
+    marks, and for up to 32 rows, where launches begin early (`kernels.early`). No other argument causes
+    another compilation, provided that the addresses of `queries`, rotary tables, `keys`, `values`, `out` and
+    `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
     Args:
         queries: [B, query heads, head_dim]; only the batch may be strided. Or new tokens, whose keys and
@@ -192,6 +196,8 @@ def decode_attention(
         plan: see `plan_decode`.
         workspace: of at least B rows.
         slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
+        marks: from `kernels.rows.new_marks`, written: the sums of the blocks of `out` or, if it is in 8 bits,
+            what they are times. A head is whole blocks then: of 64 numbers, or of 128.
 
     Raises:
         ValueError: the workspace is too small.
@@ -216,6 +222,7 @@ def decode_attention(
         workspace.scales,
         workspace.arrivals,
         slopes,
+        marks,
         rotary.cos if rotary else None,
         rotary.sin if rotary else None,
         queries.stride(0),
@@ -233,6 +240,7 @@ def decode_attention(
         num_warps=plan.warps,
         num_stages=plan.stages,
         enable_fp_fusion=False,
+        **early(batch),
     )
 
 
@@ -344,6 +352,7 @@ def _decode(
     scales_out,
     arrivals,
     slopes,
+    marks,
     cos,
     sin,
     query_stride,
@@ -359,6 +368,7 @@ def _decode(
     STORES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    wait_for_inputs()
     kv_head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * _ITEM
     batch_row, slot, length = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -433,8 +443,14 @@ def _decode(
         tl.store(arrivals + pair, 0)
         weights, sums = _merge(sums_out, scales_out, partial, parts, real, log2_scale, GROUP, LANES, DIMS)
     result = sums / weights[:, None]
-    tl.store(
-        out + (batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=filled,
-    )
+    head = batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]
+    numbers = result.to(out.dtype.element_ty)
+    if marks is not None:
+        if out.dtype.element_ty == tl.float8e4nv:
+            numbers, head_marks = in_8_bits(result, out.dtype.element_ty)
+        else:
+            head_marks = block_sums(numbers)
+        of_head: tl.constexpr = head_marks.shape[1]
+        block = heads[:, None] * of_head + tl.arange(0, of_head)[None, :]
+        tl.store(mark_places(marks, batch_row, block), head_marks, mask=real)
+    tl.store(out + head * HEAD_DIM + dims[None, :], numbers, mask=filled)

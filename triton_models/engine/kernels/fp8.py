@@ -16,15 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_models.engine.kernels.early import early, wait_for_inputs
 from triton_models.engine.kernels.elementwise import norm_row, norm_warps, silu_times, swiglu
 from triton_models.engine.kernels.linear import Tiling, combine, finish, launch, splits_for
+from triton_models.engine.kernels.rows import SCALED_BLOCK, load_marks
 from triton_models.engine.models import Norm
 from triton_models.engine.quantised import Fp8Linear
 
 MAX_ROWS: Final = 32
 """Most rows of `x`: with more, the library's product is faster (bench/LOG.md)."""
 
-_TILING = Tiling(block_n=64, block_k=128, splits=1, warps=4, stages=4)
+_TILING = Tiling(block_n=64, block_k=SCALED_BLOCK, splits=1, warps=4, stages=4)
 _MIN_ROWS = 16
 """The fewest rows that the matrix units take."""
 _WARPS = 8
@@ -53,10 +55,11 @@ def fp8_linear(
 ) -> Tensor:
     """Return `matrix(x)`; or add it to `residual` in place; or, gated, silu(gate) * up of it.
 
-    Compiled as `kernels.linear.linear` is, for 16 or 32 rows.
+    Compiled as `kernels.linear.linear` is, for 16 or 32 rows, and with scales of rows or of blocks.
 
     Args:
-        x: [M, K] from `quantise_rows`, M at most `MAX_ROWS`.
+        x: [M, K] from `quantise_rows`, M at most `MAX_ROWS`; or, if not gated, with scales of blocks as
+            attention writes them, [blocks, 32] (`kernels.rows`).
         matrix: [N, K]; gated: [2 * N, K], the gate first.
         arrivals: from `kernels.linear.new_arrivals`.
         residual: [M, N], contiguous, in the dtype of the model; not if gated.
@@ -67,16 +70,21 @@ def fp8_linear(
         [M, N] in the dtype of the model; `residual` itself where it is given.
 
     Raises:
-        ValueError: more rows than `MAX_ROWS`, or more split tiles than counters.
+        ValueError: more rows than `MAX_ROWS`, more split tiles than counters, or scales of blocks and gated.
     """
     numbers, x_scales = x
     rows, keys = numbers.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
+    blocked = x_scales.dim() > 1
+    if gated and blocked:
+        raise ValueError("gated products take scales of rows")
     outputs = len(matrix.weight) // 2 if gated else len(matrix.weight)
     device = numbers.device
     out = torch.empty((rows, outputs), dtype=matrix.dtype, device=device) if residual is None else residual
     tiling = tiling or tiling_for(outputs)
+    if blocked:
+        tiling = replace(tiling, block_k=SCALED_BLOCK)
     tiles = triton.cdiv(outputs, tiling.block_n)
     block_m = max(_MIN_ROWS, triton.next_power_of_2(rows))
     partials = None
@@ -88,10 +96,12 @@ def fp8_linear(
     launch(
         _fp8[tiles, tiling.splits],
         tiling,
+        rows,
         (numbers, x_scales, matrix.weight, matrix.scales, matrix.bias, out, partials, arrivals, rows),
         OUTPUTS=outputs,
         KEYS=keys,
         BLOCK_M=block_m,
+        BLOCKED=blocked,
         GATED=gated,
         ADD=residual is not None,
     )
@@ -241,6 +251,7 @@ def quantise_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
         KEYS=keys,
         BLOCK=block,
         num_warps=_WARPS if norm is None else norm_warps(block),
+        **early(rows),
     )
     return numbers, scales
 
@@ -262,9 +273,11 @@ def _fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCKED: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    wait_for_inputs()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -278,25 +291,38 @@ def _fp8(
     weight_row = weight + row[:, None] * KEYS
     here = (m < rows)[None, :]
     steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
+    x_scale = m
+    if BLOCKED:
+        x_scale = load_marks(x_scales, m, split * steps, KEYS, BLOCK_K)
     for step in range(steps):
         k = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = k < KEYS
         x_part = tl.load(x_row + k[:, None], mask=inside[:, None] & here, other=0.0)
         part = tl.load(weight_row + k[None, :], mask=inside[None, :], other=0.0)
-        sums = tl.dot(part, x_part, sums)
+        if BLOCKED:
+            sums += tl.dot(part, x_part) * x_scale[None, :]
+            # Scales are read one turn ahead.
+            x_scale = load_marks(x_scales, m, split * steps + step + 1, KEYS, BLOCK_K)
+        else:
+            sums = tl.dot(part, x_part, sums)
         if GATED:
             up_row = weight_row + OUTPUTS * KEYS
             part = tl.load(up_row + k[None, :], mask=inside[None, :], other=0.0)
             up_sums = tl.dot(part, x_part, up_sums)
-    x_scale = tl.load(x_scales + m, mask=m < rows, other=0.0)[None, :]
-    sums *= tl.load(scales + row)[:, None] * x_scale
-    if GATED:
-        up_sums *= tl.load(scales + OUTPUTS + row)[:, None] * x_scale
+    by = tl.load(scales + row)[:, None]
+    if BLOCKED:
+        sums *= by
+    else:
+        x_scale = tl.load(x_scales + m, mask=m < rows, other=0.0)[None, :]
+        sums *= by * x_scale
+        if GATED:
+            up_sums *= tl.load(scales + OUTPUTS + row)[:, None] * x_scale
     combine(
         tl.trans(sums),
         tl.trans(up_sums),
         bias,
         out,
+        (None, None, None, None),
         partials,
         arrivals,
         tile,
@@ -338,7 +364,7 @@ def _scale(
     if GATED:
         by = tl.load(scales + OUTPUTS + n, mask=inside, other=0.0)[None, :]
         up_sums = tl.load(here + OUTPUTS, mask=inside[None, :], other=0.0).to(tl.float32) * (by * x_scale)
-    finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+    finish(sums, up_sums, bias, out, (None, None, None, None), m, n, rows, OUTPUTS, GATED, ADD)
 
 
 @triton.jit
@@ -410,6 +436,7 @@ def store_row(part, numbers, scale_at, k, KEYS: tl.constexpr):
 
 @triton.jit
 def _quantise_rows(x, weight, bias, eps, numbers, scales, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     if weight is not None:

@@ -1,4 +1,4 @@
-"""Heads in the tiles of kernels, whose sides are powers of two; rotation, and ALiBi's biases of scores."""
+"""Heads in the tiles of kernels, whose sides are powers of two: loads, rotation, stores; ALiBi's biases."""
 
 import triton
 import triton.language as tl

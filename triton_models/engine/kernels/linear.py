@@ -15,7 +15,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from triton_models.engine.kernels.early import early, wait_for_inputs
 from triton_models.engine.kernels.elementwise import silu_times
+from triton_models.engine.kernels.rows import (
+    BLOCK,
+    NOTHING,
+    Rows,
+    leave,
+    load_squares,
+    norm_factors,
+    padded_blocks,
+)
 
 MAX_ROWS = 32
 """Most rows of `x`: with more, arithmetic matters, and a library is faster (bench/log/2026-11.md)."""
@@ -55,13 +65,13 @@ _stages: dict[tuple[object, ...], int] = {}
 
 _PROGRAMS = 3 * 132
 """Number of programs that a large GPU runs at once."""
-_QUANTISED_PROGRAMS, _MOST_SPLITS = 300, 8
+_TILED_PROGRAMS, _MOST_SPLITS = 300, 8
 
 
-def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> Tiling:
+def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype, adds: bool = False) -> Tiling:
     """Return the constants for a weight's shape, whatever the number of rows, since they affect rounding.
 
-    `outputs`, `keys`: the sizes of the product's N and K (inner) dimensions.
+    `outputs`, `keys`: the sizes of the product's N and K (inner) dimensions. `adds`: to a residual.
 
     Shapes that were not measured get enough splits to fill a large GPU. No matrix unit has float32's
     precision, so its tiles are small, to fit the registers.
@@ -70,20 +80,22 @@ def tiling_for(outputs: int, keys: int, *, gated: bool, dtype: torch.dtype) -> T
     measured = _TILINGS.get((outputs, keys, gated))
     if measured is not None and not wide:
         return measured
-    block_n, block_k = (16, 32) if wide else (32, 128)
-    block_k = min(block_k, max(16, triton.next_power_of_2(keys)))
+    # With tiles of whole blocks, a product that adds to hidden states `leaves_rows`.
+    adds = adds and not wide
+    block_n = BLOCK if adds else 16 if wide else 32
+    block_k = min(32 if wide else 128, max(16, triton.next_power_of_2(keys)))
     tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(keys, block_k)
-    splits = max(1, min(8, _PROGRAMS // tiles, steps))
+    splits = max(1, min(splits_for(tiles) if adds else _PROGRAMS // tiles, _MOST_SPLITS, steps))
     return Tiling(block_n=block_n, block_k=block_k, splits=splits, warps=4, stages=3)
 
 
 def splits_for(tiles: int) -> int:
-    """Return how many programs share K where weights are quantised, by the tiles of outputs.
+    """Return how many programs share K where tiles have 64 outputs, by the number of tiles.
 
     So there are up to 300 programs: the best found on an H200 (bench/LOG.md).
     """
     splits = 1
-    while splits < _MOST_SPLITS and 2 * splits * tiles <= _QUANTISED_PROGRAMS:
+    while splits < _MOST_SPLITS and 2 * splits * tiles <= _TILED_PROGRAMS:
         splits *= 2
     return splits
 
@@ -98,7 +110,7 @@ def new_arrivals(device: torch.device) -> Tensor:
 
 
 def linear(
-    x: Tensor,
+    x: Rows,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -106,15 +118,17 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
     tiling: Tiling | None = None,
+    ahead: Rows | None = None,
 ) -> Tensor:
     """Return x @ weight^T + bias; or add it to `residual` in place; or, gated, silu(gate) * up of it.
 
     Sums are float32, and rounded to the dtype before the residual is added or the gate applied. A row's
     result depends on that row alone. Compiled once for each dtype, shape of `weight`, number of rows (up to
-    16, or up to 32), presence of bias and residual, and with or without gate.
+    16, or up to 32), presence of bias, residual, what is left of a norm and each part of `ahead`, and with or
+    without gate.
 
     Args:
-        x: [M, K], contiguous, M at most `MAX_ROWS`, K a multiple of 8.
+        x: [M, K], M at most `MAX_ROWS`, K a multiple of 8; without sums.
         weight: [N, K], contiguous, in the dtype of `x`; gated: [2 * N, K], of which the first half is the
             gate.
         bias: [N] in the dtype of `x`; not if gated.
@@ -123,6 +137,8 @@ def linear(
         gated: `swiglu` of the product.
         tiling: how to divide the work (gated: `block_n` rows of both halves); None: the choice of
             `tiling_for`.
+        ahead: written as well: the result as the next product takes it, if the tiling `leaves_rows`; with a
+            norm only beside a residual.
 
     Returns:
         [M, N] in the dtype of `x`; `residual` itself where it is given.
@@ -130,12 +146,16 @@ def linear(
     Raises:
         ValueError: more rows than `MAX_ROWS`, or more split tiles than counters.
     """
-    rows, keys = x.shape
+    numbers = x.numbers
+    rows, keys = numbers.shape
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
     outputs = len(weight) // 2 if gated else len(weight)
-    out = residual if residual is not None else x.new_empty((rows, outputs))
-    tiling = tiling or tiling_for(outputs, keys, gated=gated, dtype=x.dtype)
+    out = residual
+    if out is None:
+        out = numbers.new_empty((rows, outputs)) if ahead is None else ahead.numbers
+    adds = residual is not None
+    tiling = tiling or tiling_for(outputs, keys, gated=gated, adds=adds, dtype=numbers.dtype)
     tiles = triton.cdiv(outputs, tiling.block_n)
     block_m = _MIN_ROWS if rows <= _MIN_ROWS else MAX_ROWS
     partials = None
@@ -143,13 +163,16 @@ def linear(
         if tiles > len(arrivals):
             raise ValueError(f"{tiles} split tiles are more than {len(arrivals)} counters")
         shape = (tiles, tiling.splits, 1 + gated, block_m, tiling.block_n)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        partials = torch.empty(shape, dtype=torch.float32, device=numbers.device)
+    written = NOTHING if ahead is None else ahead.written()
     launch(
         _linear[tiles, tiling.splits],
         tiling,
-        (x, weight, bias, out, partials, arrivals, rows),
+        rows,
+        (numbers, weight, bias, out, partials, arrivals, rows, x.squares, x.epsilon, written),
         OUTPUTS=outputs,
         KEYS=keys,
+        BLOCKS=padded_blocks(keys),
         BLOCK_M=block_m,
         GATED=gated,
         ADD=residual is not None,
@@ -157,10 +180,19 @@ def linear(
     return out
 
 
+def leaves_rows(tiling: Tiling) -> bool:
+    """Return whether products with a tiling can write rows for the next one: their tiles are whole blocks."""
+    return tiling.block_n % BLOCK == 0
+
+
 def launch(
-    kernel: Callable[..., object], tiling: Tiling, arguments: tuple[object, ...], **constants: int
+    kernel: Callable[..., object],
+    tiling: Tiling,
+    rows: int,
+    arguments: tuple[object, ...],
+    **constants: int,
 ) -> None:
-    """Launch `kernel`, on its grid, with as many of the tiling's stages as fit the GPU's shared memory.
+    """Launch `kernel`, on its grid, for so many rows, with as many stages as fit the GPU's shared memory.
 
     A large GPU's 227 KiB have room for all; others have 99. Results do not depend on it.
 
@@ -179,6 +211,7 @@ def launch(
                 **constants,
                 num_warps=tiling.warps,
                 num_stages=stages,
+                **early(rows),
             )
         except OutOfResources:
             if stages == 1:
@@ -197,8 +230,12 @@ def _linear(
     partials,
     arrivals,
     rows,
+    squares,
+    epsilon,
+    ahead,
     OUTPUTS: tl.constexpr,
     KEYS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -206,9 +243,11 @@ def _linear(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    wait_for_inputs()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
+    parts = load_squares(squares, m, rows, KEYS, BLOCKS)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
     k = split * (steps * BLOCK_K) + tl.arange(0, BLOCK_K)
@@ -228,11 +267,16 @@ def _linear(
             up_tile = weight_tile + OUTPUTS * KEYS
             up_part = tl.load(up_tile + first, mask=inside, other=0.0)
             up_sums = tl.dot(x_part, up_part.T, up_sums, input_precision="ieee")
+    if squares is not None:
+        factors = norm_factors(parts, epsilon, KEYS)[:, None]
+        sums *= factors
+        up_sums *= factors
     combine(
         sums,
         up_sums,
         bias,
         out,
+        ahead,
         partials,
         arrivals,
         tile,
@@ -255,6 +299,7 @@ def combine(
     up_sums,
     bias,
     out,
+    ahead,
     partials,
     arrivals,
     tile,
@@ -274,7 +319,7 @@ def combine(
     `sums`, and gated `up_sums`: [BLOCK_M, BLOCK_N] float32, of rows `m` and outputs `n`; `tile`: its number.
     """
     if SPLITS == 1:
-        finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+        finish(sums, up_sums, bias, out, ahead, m, n, rows, OUTPUTS, GATED, ADD)
     else:
         block = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         stored = (m < rows)[:, None]
@@ -297,14 +342,27 @@ def combine(
                 if GATED:
                     up_partial = partial + other * size + part_size
                     up_sums += tl.load(up_partial, mask=stored, other=0.0, cache_modifier=".cg")
-            finish(sums, up_sums, bias, out, m, n, rows, OUTPUTS, GATED, ADD)
+            finish(sums, up_sums, bias, out, ahead, m, n, rows, OUTPUTS, GATED, ADD)
 
 
 @triton.jit
 def finish(
-    sums, up_sums, bias, out, m, n, rows, OUTPUTS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
+    sums,
+    up_sums,
+    bias,
+    out,
+    ahead,
+    m,
+    n,
+    rows,
+    OUTPUTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    """Write a tile of `out`: the sums with the bias, if any, gated, or added to what `out` holds."""
+    """Write a tile of `out`: the sums with the bias, if any, gated, or added to what `out` holds.
+
+    `ahead`: see `rows.leave`; nothing, or a tile is whole blocks.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     here = out + m[:, None] * OUTPUTS + n[None, :]
     inside = (m < rows)[:, None] & (n < OUTPUTS)[None, :]
@@ -317,3 +375,4 @@ def finish(
         before = tl.load(here, mask=inside, other=0.0).to(tl.float32)
         result = (before + result.to(tl.float32)).to(dtype)
     tl.store(here, result, mask=inside)
+    leave(result.to(tl.float32), ahead, m, n, rows, OUTPUTS)

@@ -19,7 +19,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from triton_models.engine.kernels.early import wait_for_inputs
 from triton_models.engine.kernels.linear import Tiling, combine, launch, splits_for
+from triton_models.engine.kernels.rows import (
+    BLOCK,
+    NOTHING,
+    Rows,
+    load_marks,
+    load_squares,
+    norm_factors,
+    padded_blocks,
+)
 from triton_models.engine.linear import Linear
 from triton_models.engine.quantised import GROUP, Int4Linear, Int8Linear, product_by_parts
 
@@ -40,6 +50,7 @@ _MULTIPROCESSORS = 132
 """Of a large GPU."""
 _AT_ONCE = range(3, 6)
 """Programs that such a one runs at once, where they wait much."""
+_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 _NIBBLE: Final = 4
 """Bits of the smaller numbers."""
 _PACKED_WEIGHTS = 2**23
@@ -123,26 +134,36 @@ def _late_splits(tiles: int, groups: int) -> int:
     return min(fitting, key=lambda splits: programs(splits) * -(-groups // splits), default=splits_for(tiles))
 
 
+def takes_sums(matrix: TiledLinear, rows: int) -> bool:
+    """Return whether a product of so many rows needs their blocks' sums.
+
+    It does where scales and zeros are applied to sums of products instead of weights: of few rows.
+    """
+    return matrix.bits == _NIBBLE and rows <= _FEW_ROWS
+
+
 def tiled_linear(
-    x: Tensor,
+    x: Rows,
     matrix: TiledLinear,
     *,
     arrivals: Tensor,
     residual: Tensor | None = None,
     gated: bool = False,
     tiling: Tiling | None = None,
+    ahead: Rows | None = None,
 ) -> Tensor:
     """Return `matrix(x)`; or add it to `residual` in place; or, gated, silu(gate) * up of it.
 
     Compiled as `kernels.linear.linear` is, for 16, 32, 64 or 128 rows.
 
     Args:
-        x: [M, K], contiguous, in the dtype of the matrix; M is at most `MAX_ROWS`.
+        x: [M, K], in the dtype of the matrix, with sums if it `takes_sums`; M is at most `MAX_ROWS`.
         matrix: [N, K]; gated: [2 * N, K], the gate first, and N is a multiple of `TILE`.
         arrivals: from `kernels.linear.new_arrivals`.
         residual: [M, N], contiguous, in the dtype of `x`; not if gated.
         gated: `swiglu` of the product.
         tiling: how to divide the work: `splits`, `warps` and `stages`. None: the choice of `tiling_for`.
+        ahead: written as well: the result as the next product takes it; with a norm only beside a residual.
 
     Returns:
         [M, N] in the dtype of `x`; `residual` itself where it is given.
@@ -150,16 +171,19 @@ def tiled_linear(
     Raises:
         ValueError: more rows than `MAX_ROWS`, more split tiles than counters, or half a tile is gated.
     """
-    rows = len(x)
+    numbers = x.numbers
+    rows = len(numbers)
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
     outputs = matrix.rows // 2 if gated else matrix.rows
     if gated and outputs % TILE:
         raise ValueError(f"{outputs} gated outputs are no multiple of {TILE}")
-    out = residual if residual is not None else x.new_empty((rows, outputs))
+    out = residual
+    if out is None:
+        out = numbers.new_empty((rows, outputs)) if ahead is None else ahead.numbers
     tiles = triton.cdiv(outputs, TILE)
     block_m = min(_MOST_ROWS, max(_MIN_ROWS, triton.next_power_of_2(rows)))
-    late = matrix.bits == _NIBBLE and block_m <= _FEW_ROWS
+    late = takes_sums(matrix, rows)
     tiling = tiling or tiling_for(outputs, matrix.columns, late=late)
     if block_m > _FEW_ROWS:
         # The rows of x take the room of the weights of one more stage.
@@ -170,14 +194,29 @@ def tiled_linear(
         if parts * tiles > len(arrivals):
             raise ValueError(f"{parts * tiles} split tiles are more than {len(arrivals)} counters")
         shape = (parts * tiles, tiling.splits, 1 + gated, block_m, TILE)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-    offset = _OFFSETS[x.dtype]
+        partials = torch.empty(shape, dtype=torch.float32, device=numbers.device)
     launch(
         _tiled[parts, tiles, tiling.splits],
         tiling,
-        (x, matrix.weight, matrix.scales, matrix.bias, out, partials, arrivals, rows, offset),
+        rows,
+        (
+            numbers,
+            x.sums,
+            matrix.weight,
+            matrix.scales,
+            matrix.bias,
+            out,
+            partials,
+            arrivals,
+            rows,
+            _OFFSETS[numbers.dtype],
+            x.squares,
+            x.epsilon,
+            NOTHING if ahead is None else ahead.written(),
+        ),
         OUTPUTS=outputs,
         KEYS=matrix.columns,
+        BLOCKS=padded_blocks(matrix.columns),
         BITS=matrix.bits,
         BLOCK_M=block_m,
         LATE=late,
@@ -241,6 +280,7 @@ def _in_order(words: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["rows", "offset"])
 def _tiled(
     x,
+    x_sums_of,
     weight,
     scales,
     bias,
@@ -249,8 +289,12 @@ def _tiled(
     arrivals,
     rows,
     offset,
+    squares,
+    epsilon,
+    ahead,
     OUTPUTS: tl.constexpr,
     KEYS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -260,6 +304,7 @@ def _tiled(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    wait_for_inputs()
     # Programs that share weights run together, and find them in the cache.
     part = tl.program_id(0)
     tile = tl.program_id(1)
@@ -267,6 +312,7 @@ def _tiled(
     m = part * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
+    parts = load_squares(squares, m, rows, KEYS, BLOCKS)
     groups: tl.constexpr = (KEYS + BLOCK_K - 1) // BLOCK_K
     turns: tl.constexpr = (groups + SPLITS - 1) // SPLITS
     words: tl.constexpr = BLOCK_N * BLOCK_K * BITS // 32
@@ -289,16 +335,13 @@ def _tiled(
         scale = tl.load(scales + group * BLOCK_N)
         if GATED:
             up_scale = tl.load(up_scales + group * BLOCK_N)
-    x_sums = sums
+    x_sums = _group_sums(x_sums_of, m, first, KEYS)
     for turn in range(turns):
         keys = (first + turn) * BLOCK_K + k
         x_part = tl.load(x_row + keys[:, None], mask=(keys < KEYS)[:, None] & here, other=0.0)
         # Turns beyond the last group multiply its weights by zeros.
         group = tl.minimum(first + turn, groups - 1)
         following = tl.minimum(group + 1, groups - 1)
-        if LATE:
-            # A product with ones is the quickest way to the sums of x, [M], for each of the outputs.
-            x_sums = tl.dot(tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32).to(x_part.dtype), x_part)
         place = weight + group * words
         sums = _add_group(sums, place, scale, offset, x_part, x_sums, LATE, BITS)
         if BITS == 4:  # noqa: PLR2004
@@ -308,15 +351,21 @@ def _tiled(
             up_sums = _add_group(up_sums, place, up_scale, offset, x_part, x_sums, LATE, BITS)
             if BITS == 4:  # noqa: PLR2004
                 up_scale = tl.load(up_scales + following * BLOCK_N)
+        x_sums = _group_sums(x_sums_of, m, first + turn + 1, KEYS)
     if BITS == 8:  # noqa: PLR2004
         sums *= tl.load(scales).to(tl.float32)[:, None]
         if GATED:
             up_sums *= tl.load(up_scales).to(tl.float32)[:, None]
+    if squares is not None:
+        factors = norm_factors(parts, epsilon, KEYS)[None, :]
+        sums *= factors
+        up_sums *= factors
     combine(
         tl.trans(sums),
         tl.trans(up_sums),
         bias,
         out,
+        ahead,
         partials,
         arrivals,
         part * tl.num_programs(1) + tile,
@@ -334,6 +383,18 @@ def _tiled(
 
 
 @triton.jit
+def _group_sums(marks, m, group, COLUMNS: tl.constexpr):
+    """Return the sums of x in a group, [M]: of two blocks. Without marks, or beyond them, they are zeros."""
+    sums = tl.zeros(m.shape, dtype=tl.float32)
+    if marks is not None:
+        blocks: tl.constexpr = (COLUMNS + _BLOCK - 1) // _BLOCK
+        first = load_marks(marks, m, 2 * group, COLUMNS, _BLOCK)
+        second = load_marks(marks, m, 2 * group + 1, COLUMNS, _BLOCK)
+        sums = tl.where(2 * group < blocks, first, 0.0) + tl.where(2 * group + 1 < blocks, second, 0.0)
+    return sums
+
+
+@triton.jit
 def _add_group(sums, place, scales, offset, x_part, x_sums, LATE: tl.constexpr, BITS: tl.constexpr):
     """Add a group's products: with weights of 4 bits or, without their scales, numbers of 8.
 
@@ -344,7 +405,7 @@ def _add_group(sums, place, scales, offset, x_part, x_sums, LATE: tl.constexpr, 
     if LATE:
         scale, zero = _scale_and_zero(scales[:, None])
         zero -= (8 + (128 if x_part.dtype == tl.bfloat16 else 1024)) * scale
-        sums = sums + tl.dot(weights, x_part) * scale + x_sums * zero
+        sums = sums + tl.dot(weights, x_part) * scale + x_sums[None, :] * zero
     else:
         sums = tl.dot(weights, x_part, sums)
     return sums

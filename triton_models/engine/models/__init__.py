@@ -60,6 +60,17 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Next:
+    """What an operation's result goes into: told ahead, so that it may be written as that takes it.
+
+    With a norm, the result is hidden states, which others use as well. Without one, nobody else uses it.
+    """
+
+    matrix: Linear
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkRows:
     """New tokens of one sequence: rows `start` to `end` - 1 of the step, from position `offset` on.
 
@@ -100,8 +111,8 @@ class Operations(Protocol):
     """What a model computes with. Unless a method says otherwise, it may overwrite the activations given.
 
     T is the number of tokens in the step. All tensors but the weights of norms, the rotary tables and slopes
-    have the model's dtype. A product's `norm` is the one that its inputs get first, which stay as they are;
-    `then` is the norm with which the result goes into the next operation, told ahead to save work.
+    have the model's dtype. A product's `norm` is the one that its inputs get first, which stay as they are.
+    `then` may tell where the result goes, to save work.
     """
 
     @property
@@ -109,7 +120,9 @@ class Operations(Protocol):
         """[T] int64: each token's place in its own sequence."""
         ...
 
-    def attend(self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None) -> Tensor:
+    def attend(
+        self, layer: int, projected: Tensor, rotary: Rotary | Alibi | None, *, then: Next | None = None
+    ) -> Tensor:
         """Store keys and values; each token attends to its sequence up to itself.
 
         Args:
@@ -118,6 +131,7 @@ class Operations(Protocol):
                 heads. Consecutive query heads share a KV head.
             rotary: how the model knows positions: queries and keys are rotated by these tables, or scores
                 fall with the distance. None: it has rotated them itself.
+            then: without a norm.
 
         Returns:
             [T, query heads * head_dim].
@@ -133,7 +147,7 @@ class Operations(Protocol):
         ...
 
     def add_linear(
-        self, hidden: Tensor, inputs: Tensor, matrix: Linear, *, then: Norm | None = None
+        self, hidden: Tensor, inputs: Tensor, matrix: Linear, *, then: Next | None = None
     ) -> Tensor:
         """Return `hidden + matrix(inputs)`: [T, N] and [T, K] give [T, N]."""
         ...
@@ -147,7 +161,7 @@ class Operations(Protocol):
         norm: Norm,
         gated: bool,
         add: bool,
-        then: Norm | None = None,
+        then: Next | None = None,
     ) -> Tensor:
         """Return `down(activated)`, plus `hidden` if `add`: [T, width], of `hidden`, [T, width].
 

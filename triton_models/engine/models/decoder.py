@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import KVShape, Norm, Operations
+from triton_models.engine.models import KVShape, Next, Norm, Operations
 from triton_models.engine.models.positions import Rope, alibi, rotary_table
 
 
@@ -201,22 +201,25 @@ class Decoder:
             heads = projected.view(len(tokens), -1, self.config.head_dim)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._norm_heads(heads, layer.query_norm, layer.key_norm, operations)
-            attended = operations.attend(index, heads, self.positions)
+            attended = operations.attend(index, heads, self.positions, then=Next(layer.attention_out))
             last = layer is self.layers[-1]
-            then = None if last else layer.feed_forward_norm
+            # Of the last layer, often only some rows go on: `logits` does the same with all of them.
+            then = None if last else Next(layer.up, layer.feed_forward_norm)
             hidden = self._add_attention(layer, hidden, attended, operations, then=then)
             if not last:
-                following = self.layers[index + 1].input_norm
-                hidden = self._feed_forward(layer, hidden, operations, then=following)
+                following = self.layers[index + 1]
+                then = Next(following.qkv, following.input_norm)
+                hidden = self._feed_forward(layer, hidden, operations, then=then)
         return hidden
 
     def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
         """Compute the last layer's feed-forward part, the final norm and the head."""
-        hidden = self._feed_forward(self.layers[-1], hidden, operations)
+        then = Next(self.head, self.final_norm)
+        hidden = self._feed_forward(self.layers[-1], hidden, operations, then=then)
         return operations.linear(hidden, self.head, norm=self.final_norm)
 
     def _feed_forward(
-        self, layer: DecoderLayer, hidden: Tensor, operations: Operations, *, then: Norm | None = None
+        self, layer: DecoderLayer, hidden: Tensor, operations: Operations, *, then: Next
     ) -> Tensor:
         part = operations.feed_forward(
             hidden,
@@ -243,7 +246,7 @@ class Decoder:
         attended: Tensor,
         operations: Operations,
         *,
-        then: Norm | None = None,
+        then: Next | None,
     ) -> Tensor:
         """Return `hidden` plus what the attention gives, normed if there is a norm for it."""
         if layer.attention_norm is None:

@@ -21,6 +21,7 @@ from triton_models.engine.kernels.attention_decode import (
 )
 from triton_models.engine.kernels.elementwise import rotate_store
 from triton_models.engine.kernels.heads import padded
+from triton_models.engine.kernels.rows import BLOCK, SCALED_BLOCK, new_marks
 from triton_models.engine.models import Rotary
 
 SMALL = DecodePlan(tile=16, warps=4, stages=2, extra=1)
@@ -38,6 +39,7 @@ def decode(
     *,
     parts: int = PARTS,
     backwards: bool = False,
+    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Tensor:
     """Return the attention of the chosen sequences' last tokens, checking that nothing stays behind.
@@ -55,7 +57,7 @@ def decode(
     workspace.sums.fill_(torch.nan)
     workspace.scales.fill_(torch.nan)
     size = (len(batch), shape.query_heads, shape.head_dim)
-    out = torch.full(size, UNWRITTEN, dtype=case.keys.dtype, device=case.device)
+    out = torch.full(size, UNWRITTEN, device=case.device).to(dtype or case.keys.dtype)
     rows = queries if isinstance(queries, NewTokens) else queries[batch]
     slots = case.integers([case.table_rows[each] for each in batch])
     lengths = case.integers([case.lengths[each] for each in batch])
@@ -251,6 +253,31 @@ def test_a_new_token_of_padding_is_not_stored(device: torch.device, extra: int) 
     assert torch.equal(attended[1], torch.full_like(attended[1], UNWRITTEN))
     assert torch.equal(bits(case.keys), keys)
     assert torch.equal(bits(case.values), values)
+
+
+@pytest.mark.parametrize("extra", [1, 3])
+@pytest.mark.parametrize(("eight_bits", "head_dim"), [(True, 128), (True, 256), (False, 64), (False, 128)])
+def test_the_result_may_be_what_a_product_takes(
+    device: torch.device, extra: int, *, eight_bits: bool, head_dim: int
+) -> None:
+    """Rounded to 8 bits with a scale for 128 numbers each, or with the sums of 64 each."""
+    case = PagedCase([70, 5], Shape(group=3, head_dim=head_dim), dtype=torch.bfloat16, device=device)
+    queries = case.random(2, case.shape.query_heads)
+    width, block = case.shape.query_heads * head_dim, SCALED_BLOCK if eight_bits else BLOCK
+    marks = new_marks(width, block, device).fill_(UNWRITTEN)
+    dtype = torch.float8_e4m3fn if eight_bits else torch.bfloat16
+    plain = decode(case, queries, extra, [0, 1])
+    out = decode(case, queries, extra, [0, 1], dtype=dtype, marks=marks)
+    numbers = out.double().view(2, -1, block)
+    found = marks.T[:2].double()
+    if eight_bits:
+        assert (numbers.abs().amax(dim=2) == 448).all()
+        numbers *= found[:, :, None]
+        assert (numbers.view(plain.shape) - plain).norm() < 0.04 * plain.double().norm()
+    else:
+        assert torch.equal(out, plain)
+        torch.testing.assert_close(found, numbers.sum(dim=2), atol=1e-4, rtol=1e-4)
+    assert (marks[:, 2:] == UNWRITTEN).all()
 
 
 def test_a_view_into_the_projection_is_read_in_place(device: torch.device) -> None:

@@ -18,6 +18,7 @@ from triton_models.engine.kernels.fp8 import (
     tiling_for,
 )
 from triton_models.engine.kernels.linear import Tiling, new_arrivals
+from triton_models.engine.kernels.rows import SCALED_BLOCK, new_marks
 from triton_models.engine.models import Norm
 from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear
 
@@ -49,7 +50,11 @@ def tiling(splits: int) -> Tiling:
 
 def exact(x: Tensor, matrix: Fp8Linear) -> Tensor:
     numbers, scales = quantise_rows(x)
-    product = numbers.double() * scales[:, None].double() @ matrix.dense(0, len(matrix.weight)).double().T
+    return product_of(numbers.double() * scales[:, None].double(), matrix)
+
+
+def product_of(x: Tensor, matrix: Fp8Linear) -> Tensor:
+    product = x @ matrix.dense(0, len(matrix.weight)).double().T
     return product if matrix.bias is None else product + matrix.bias.double()
 
 
@@ -66,6 +71,27 @@ def test_both_sides_are_rounded_to_8_bits(
     assert product.dtype == torch.bfloat16
     assert error(product, exact(x, matrix)) < ERROR
     assert not arrivals.any()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("count", "keys"), [(1, 256), (17, 384), (32, 128)])
+def test_blocks_may_have_scales_of_their_own(
+    splits: int, count: int, keys: int, device: torch.device
+) -> None:
+    """As attention writes them; what is in other rows' places counts for nothing."""
+    numbers = random(count, keys, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    marks = new_marks(keys, SCALED_BLOCK, device).fill_(torch.nan)
+    marks[:, :count] = random(keys // SCALED_BLOCK, count, dtype=torch.float32, device=device, seed=3)
+    matrix = quantised(48, keys, device, bias=True)
+    x = numbers.double() * marks[:, :count].T.double().repeat_interleave(SCALED_BLOCK, dim=1)
+    product = fp8_linear((numbers, marks), matrix, arrivals=new_arrivals(device), tiling=tiling(splits))
+    assert error(product, product_of(x, matrix)) < ERROR
+
+
+def test_gates_take_scales_of_rows(device: torch.device) -> None:
+    x = torch.zeros(1, 128, device=device).to(torch.float8_e4m3fn), new_marks(128, SCALED_BLOCK, device)
+    with pytest.raises(ValueError, match="scales of rows"):
+        fp8_linear(x, quantised(32, 128, device), arrivals=new_arrivals(device), gated=True)
 
 
 def test_residual_is_added_in_place(device: torch.device) -> None:

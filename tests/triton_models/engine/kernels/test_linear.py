@@ -8,10 +8,12 @@ from triton_models.engine.kernels.linear import (
     MAX_ROWS,
     Tiling,
     launch,
+    leaves_rows,
     linear,
     new_arrivals,
     tiling_for,
 )
+from triton_models.engine.kernels.rows import Rows
 
 ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Of a result rounded once, as a share of its norm."""
@@ -41,8 +43,8 @@ def test_is_the_product(
     bias = random(outputs, dtype=dtype, device=device, seed=2) * 4
     arrivals = new_arrivals(device)
 
-    plain = linear(x, weight, arrivals=arrivals, tiling=tiling(splits))
-    biased = linear(x, weight, bias, arrivals=arrivals, tiling=tiling(splits))
+    plain = linear(Rows(x), weight, arrivals=arrivals, tiling=tiling(splits))
+    biased = linear(Rows(x), weight, bias, arrivals=arrivals, tiling=tiling(splits))
 
     exact = x.double() @ weight.double().T
     assert plain.dtype == dtype
@@ -57,9 +59,9 @@ def test_residual_is_added_in_place_behind_the_rounding(splits: int, device: tor
     weight = random(40, 96, dtype=torch.bfloat16, device=device, seed=1)
     residual = random(4, 40, dtype=torch.bfloat16, device=device, seed=2)
     arrivals = new_arrivals(device)
-    expected = residual + linear(x, weight, arrivals=arrivals, tiling=tiling(splits))
+    expected = residual + linear(Rows(x), weight, arrivals=arrivals, tiling=tiling(splits))
 
-    result = linear(x, weight, arrivals=arrivals, residual=residual, tiling=tiling(splits))
+    result = linear(Rows(x), weight, arrivals=arrivals, residual=residual, tiling=tiling(splits))
 
     assert result is residual
     assert torch.equal(residual, expected)
@@ -72,7 +74,7 @@ def test_gated_product(dtype: torch.dtype, splits: int, device: torch.device) ->
     weight = random(2 * 40, 96, dtype=dtype, device=device, seed=1) / 8
     arrivals = new_arrivals(device)
 
-    gated = linear(x, weight, arrivals=arrivals, gated=True, tiling=tiling(splits))
+    gated = linear(Rows(x), weight, arrivals=arrivals, gated=True, tiling=tiling(splits))
 
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
     assert gated.dtype == dtype
@@ -89,8 +91,8 @@ def test_row_depends_on_nothing_else(splits: int, companions: int, device: torch
     arrivals = new_arrivals(device)
     x[0, 3] = torch.nan
 
-    together = linear(x, weight, arrivals=arrivals, tiling=tiling(splits))
-    alone = linear(x[-1:].clone(), weight, arrivals=arrivals, tiling=tiling(splits))
+    together = linear(Rows(x), weight, arrivals=arrivals, tiling=tiling(splits))
+    alone = linear(Rows(x[-1:].clone()), weight, arrivals=arrivals, tiling=tiling(splits))
 
     assert torch.equal(together[-1:], alone)
     assert together.isnan().any(dim=1).tolist() == [True] + [False] * companions
@@ -100,23 +102,23 @@ def test_repeats_bit_for_bit(device: torch.device) -> None:
     x = random(2, 512, dtype=torch.bfloat16, device=device)
     weight = random(64, 512, dtype=torch.bfloat16, device=device, seed=1)
     arrivals = new_arrivals(device)
-    first = linear(x, weight, arrivals=arrivals, tiling=tiling(8))
+    first = linear(Rows(x), weight, arrivals=arrivals, tiling=tiling(8))
     for _ in range(3):
-        assert torch.equal(linear(x, weight, arrivals=arrivals, tiling=tiling(8)), first)
+        assert torch.equal(linear(Rows(x), weight, arrivals=arrivals, tiling=tiling(8)), first)
 
 
 def test_refuses_more_rows_than_it_is_for(device: torch.device) -> None:
     x = random(MAX_ROWS + 1, 32, dtype=torch.float32, device=device)
     weight = random(16, 32, dtype=torch.float32, device=device)
     with pytest.raises(ValueError, match="33 rows"):
-        linear(x, weight, arrivals=new_arrivals(device))
+        linear(Rows(x), weight, arrivals=new_arrivals(device))
 
 
 def test_refuses_more_split_tiles_than_there_are_counters(device: torch.device) -> None:
     x = random(1, 64, dtype=torch.float32, device=device)
     weight = random(64, 64, dtype=torch.float32, device=device)
     with pytest.raises(ValueError, match="4 split tiles"):
-        linear(x, weight, arrivals=new_arrivals(device)[:3], tiling=tiling(2))
+        linear(Rows(x), weight, arrivals=new_arrivals(device)[:3], tiling=tiling(2))
 
 
 def test_default_tiling_is_used(device: torch.device) -> None:
@@ -125,7 +127,7 @@ def test_default_tiling_is_used(device: torch.device) -> None:
     arrivals = new_arrivals(device)
     chosen = tiling_for(40, 96, gated=False, dtype=torch.bfloat16)
     assert torch.equal(
-        linear(x, weight, arrivals=arrivals), linear(x, weight, arrivals=arrivals, tiling=chosen)
+        linear(Rows(x), weight, arrivals=arrivals), linear(Rows(x), weight, arrivals=arrivals, tiling=chosen)
     )
 
 
@@ -142,6 +144,12 @@ def test_tiling_covers_any_shape(dtype: torch.dtype, outputs: int, keys: int, de
     assert chosen.splits <= -(-keys // chosen.block_k)
 
 
+@pytest.mark.parametrize(("outputs", "keys"), [(4096, 14336), (3584, 3584), (5120, 4096), (64, 8)])
+def test_what_adds_to_hidden_states_leaves_rows(outputs: int, keys: int) -> None:
+    for dtype, left in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        assert leaves_rows(tiling_for(outputs, keys, gated=False, dtype=dtype, adds=True)) is left
+
+
 def test_a_gpu_of_less_shared_memory_gets_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triton_models.engine.kernels.linear._stages", {})
     asked: list[int] = []
@@ -153,7 +161,7 @@ def test_a_gpu_of_less_shared_memory_gets_fewer_stages(monkeypatch: pytest.Monke
 
     four = Tiling(block_n=16, block_k=32, splits=1, warps=4, stages=4)
     for _ in range(2):
-        launch(kernel, four, (torch.zeros(1),), KEYS=8)
+        launch(kernel, four, 1, (torch.zeros(1),), KEYS=8)
     assert asked == [4, 3, 2, 2]
 
 
@@ -164,4 +172,4 @@ def test_a_gpu_without_room_for_one_stage_is_an_error(monkeypatch: pytest.Monkey
         raise OutOfResources(2000, 1000, "shared memory")
 
     with pytest.raises(OutOfResources):
-        launch(kernel, tiling(1), (torch.zeros(1),), KEYS=8)
+        launch(kernel, tiling(1), 1, (torch.zeros(1),), KEYS=8)

@@ -35,7 +35,7 @@ from triton_models.engine.kernels.fp8 import quantise_rows
 from triton_models.engine.kernels.linear import Tiling
 from triton_models.engine.kernels.tiles import TiledLinear, tiled
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import CausalModel, ChunkRows, KVShape, Norm, StepLayout
+from triton_models.engine.models import CausalModel, ChunkRows, KVShape, Next, Norm, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
 from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear, Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.engine.runner import Runner
@@ -292,10 +292,11 @@ def test_a_feed_forward_part_is_its_products(
 def test_a_norm_that_is_told_ahead_changes_no_number(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, form: type[Linear]
 ) -> None:
-    """In 8 bits it is in the launch before; if then another is asked for, or of others, that is computed."""
+    """By the library. In 8 bits it is in the launch before; if another is asked for, that is computed."""
     if form is Fp8Linear and device.type == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("needs a GPU with products of 8-bit numbers")
-    monkeypatch.setattr(ops_cuda, "FP8_ROWS", 2)
+    for name in ("MAX_ROWS", "FP8_ROWS"):
+        monkeypatch.setattr(ops_cuda, name, 2)
     model = SimpleNamespace(
         kv_shape=KVShape(layers=1, heads=2, head_dim=16), query_heads=4, dtype=torch.bfloat16, device=device
     )
@@ -312,8 +313,9 @@ def test_a_norm_that_is_told_ahead_changes_no_number(
     )
 
     def layer(*told: Norm | None) -> tuple[Tensor, Tensor]:
-        hidden = operations.add_linear(begun.clone(), inputs, matrix, then=told[0])
-        hidden = operations.feed_forward(hidden, up, down, norm=first, gated=True, add=True, then=told[1])
+        then = [norm and Next(into, norm) for into, norm in zip((up, matrix), told, strict=True)]
+        hidden = operations.add_linear(begun.clone(), inputs, matrix, then=then[0])
+        hidden = operations.feed_forward(hidden, up, down, norm=first, gated=True, add=True, then=then[1])
         return hidden, operations.linear(hidden, matrix, norm=second)
 
     launches = Mock(wraps=quantise_rows)
@@ -326,7 +328,7 @@ def test_a_norm_that_is_told_ahead_changes_no_number(
         result = layer(*told)
         assert [torch.equal(*pair) for pair in zip(result, expected, strict=True)] == [True, True]
         assert launches.call_count == (in_pieces - spared if form is Fp8Linear else 0)
-    operations.add_linear(begun.clone(), inputs, matrix, then=second)
+    operations.add_linear(begun.clone(), inputs, matrix, then=Next(matrix, second))
     others = operations.linear(begun, matrix, norm=second)
     assert torch.equal(others, operations.linear(begun, matrix, norm=second))
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -6,10 +8,12 @@ from torch.nn.functional import silu
 from tests.triton_models.engine.kernels.test_linear import error, random
 from triton_models.engine.kernels import tiles
 from triton_models.engine.kernels.linear import Tiling, new_arrivals
+from triton_models.engine.kernels.rows import prepare
 from triton_models.engine.kernels.tiles import (
     MAX_ROWS,
     TiledLinear,
     expand,
+    takes_sums,
     tiled,
     tiled_linear,
     tiling_for,
@@ -50,6 +54,10 @@ def tiling(splits: int) -> Tiling:
     return Tiling(block_n=64, block_k=128, splits=splits, warps=4, stages=2)
 
 
+def multiply(x: Tensor, matrix: TiledLinear, **options: Any) -> Tensor:
+    return tiled_linear(prepare(x, sums=takes_sums(matrix, len(x))), matrix, **options)
+
+
 def exact(x: Tensor, matrix: QuantisedLinear) -> Tensor:
     product = x.double() @ matrix.exact(0, len(matrix.weight)).double().T
     return product if matrix.bias is None else product + matrix.bias.double()
@@ -67,7 +75,7 @@ def test_is_the_product(
     arrivals = new_arrivals(device)
     for bias in (False, True):
         matrix = quantised(form, outputs, keys, dtype=dtype, device=device, bias=bias)
-        product = tiled_linear(x, in_tiles(matrix), arrivals=arrivals, tiling=tiling(splits))
+        product = multiply(x, in_tiles(matrix), arrivals=arrivals, tiling=tiling(splits))
         assert product.dtype == dtype
         assert error(product, exact(x, matrix)) < ERRORS[dtype]
         assert error(in_tiles(matrix)(x), exact(x, matrix)) < 2 * ERRORS[dtype]
@@ -82,7 +90,7 @@ def test_every_number_of_8_bits_is_itself(device: torch.device) -> None:
     made = in_tiles(matrix)
     assert torch.equal(expand(made, 0, 2), matrix.weight.bfloat16())
     x = torch.eye(128, dtype=torch.bfloat16, device=device)
-    product = tiled_linear(x, made, arrivals=new_arrivals(device))
+    product = multiply(x, made, arrivals=new_arrivals(device))
     assert torch.equal(product, matrix.weight.bfloat16().T)
 
 
@@ -92,8 +100,8 @@ def test_residual_is_added_in_place(form: Form, device: torch.device) -> None:
     residual = random(4, 40, dtype=torch.bfloat16, device=device, seed=3)
     matrix = in_tiles(quantised(form, 40, 256, device=device, bias=True))
     arrivals = new_arrivals(device)
-    expected = residual + tiled_linear(x, matrix, arrivals=arrivals, tiling=tiling(2))
-    result = tiled_linear(x, matrix, arrivals=arrivals, residual=residual, tiling=tiling(2))
+    expected = residual + multiply(x, matrix, arrivals=arrivals, tiling=tiling(2))
+    result = multiply(x, matrix, arrivals=arrivals, residual=residual, tiling=tiling(2))
     assert result is residual
     assert torch.equal(residual, expected)
 
@@ -104,7 +112,7 @@ def test_gated_product(form: Form, splits: int, device: torch.device) -> None:
     x = random(3, 200, dtype=torch.float16, device=device)
     matrix = quantised(form, 2 * 128, 200, dtype=torch.float16, device=device)
     arrivals = new_arrivals(device)
-    gated = tiled_linear(x, in_tiles(matrix), arrivals=arrivals, gated=True, tiling=tiling(splits))
+    gated = multiply(x, in_tiles(matrix), arrivals=arrivals, gated=True, tiling=tiling(splits))
     gate, up = exact(x, matrix).chunk(2, dim=-1)
     assert gated.shape == (3, 128)
     assert error(gated, silu(gate) * up) < 3 * ERRORS[torch.float16]
@@ -117,10 +125,10 @@ def test_row_depends_on_nothing_else(form: Form, companions: int, device: torch.
     matrix = in_tiles(quantised(form, 48, 256, device=device))
     arrivals = new_arrivals(device)
     x[0, 3] = torch.nan
-    together = tiled_linear(x, matrix, arrivals=arrivals, tiling=tiling(2))
+    together = multiply(x, matrix, arrivals=arrivals, tiling=tiling(2))
     # With 4 bits, many rows are rounded differently from few.
     fewer = 1 if form is Int8Linear or companions < 32 else 33
-    apart = tiled_linear(x[-fewer:].clone(), matrix, arrivals=arrivals, tiling=tiling(2))
+    apart = multiply(x[-fewer:].clone(), matrix, arrivals=arrivals, tiling=tiling(2))
     assert torch.equal(together[-1:], apart[-1:])
     assert together.isnan().any(dim=1).tolist() == [True] + [False] * companions
 
@@ -129,7 +137,7 @@ def test_numbers_far_from_zero_cost_no_precision(device: torch.device) -> None:
     """A q of 4 bits is multiplied with an offset, which the sums of x take back."""
     x = random(2, 256, dtype=torch.bfloat16, device=device) + 50
     matrix = quantised(Int4Linear, 32, 256, device=device)
-    product = tiled_linear(x, in_tiles(matrix), arrivals=new_arrivals(device))
+    product = multiply(x, in_tiles(matrix), arrivals=new_arrivals(device))
     assert error(product, exact(x, matrix)) < ERRORS[torch.bfloat16]
 
 
@@ -137,21 +145,21 @@ def test_refuses_more_rows_than_it_is_for(device: torch.device) -> None:
     matrix = in_tiles(quantised(Int8Linear, 16, 32, device=device))
     x = random(MAX_ROWS + 1, 32, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match=f"{MAX_ROWS + 1} rows"):
-        tiled_linear(x, matrix, arrivals=new_arrivals(device))
+        multiply(x, matrix, arrivals=new_arrivals(device))
 
 
 def test_refuses_half_a_tile_of_gates(device: torch.device) -> None:
     matrix = in_tiles(quantised(Int8Linear, 192, 32, device=device))
     x = random(1, 32, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="96 gated outputs"):
-        tiled_linear(x, matrix, arrivals=new_arrivals(device), gated=True)
+        multiply(x, matrix, arrivals=new_arrivals(device), gated=True)
 
 
 def test_refuses_more_split_tiles_than_there_are_counters(device: torch.device) -> None:
     matrix = in_tiles(quantised(Int8Linear, 256, 256, device=device))
     x = random(1, 256, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="4 split tiles"):
-        tiled_linear(x, matrix, arrivals=new_arrivals(device)[:3], tiling=tiling(2))
+        multiply(x, matrix, arrivals=new_arrivals(device)[:3], tiling=tiling(2))
 
 
 @pytest.mark.parametrize(("outputs", "splits"), [(4096, 4), (4608, 4), (13696, 1), (65024, 1)])

@@ -15,6 +15,6 @@ def test_neither_sizes_nor_addresses_compile_a_kernel_again() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # Two of the decodes' kernel: with and without new tokens; two of the prompts': with and without whole
-    # blocks; and two for up to 128 and up to 256 rows.
-    assert json.loads(done.stdout) == {"_decode": 2, "_share_out": 2, "_prefill": 2, "_rotate_store": 1}
+    # Four of the decodes' kernel: with and without new tokens, of few rows, which begin early, and of many;
+    # two of the prompts': with and without whole blocks; and two for up to 128 and up to 256 rows.
+    assert json.loads(done.stdout) == {"_decode": 4, "_share_out": 2, "_prefill": 2, "_rotate_store": 1}

@@ -3,7 +3,7 @@
 import torch
 
 from tests.triton_models.engine.rotated import rotate_in_place
-from triton_models.engine.models import Alibi, CausalModel, Rotary
+from triton_models.engine.models import Alibi, CausalModel, Next, Rotary
 from triton_models.engine.ops_torch import PlainMath, split_heads
 
 
@@ -26,7 +26,14 @@ class WholeSequence(PlainMath):
         self.positions = torch.arange(length)
         self._kv_heads = kv_heads
 
-    def attend(self, layer: int, projected: torch.Tensor, rotary: Rotary | Alibi | None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        projected: torch.Tensor,
+        rotary: Rotary | Alibi | None,
+        *,
+        then: Next | None = None,
+    ) -> torch.Tensor:
         distances = self.positions - self.positions[:, None]
         mask = torch.zeros(distances.shape)
         if isinstance(rotary, Rotary):
