@@ -65,7 +65,10 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     marks: tuple[Mark, Mark] | None = None
     """Of an answer to a raw prompt: what stands before and behind a call, which is
     `{"name": N, "arguments": {...}}`. None: all of the answer is a JSON list of such calls, which must be
-    required."""
+    required, or `bare`."""
+    bare: bool = False
+    """Of an answer to a raw prompt: what begins as a call is calls, `{"name": N, "parameters": {...}}`, with
+    semicolons between; text begins otherwise. As Llama 3 writes them."""
     text: Grammar | None = None
     """The grammar of an answer that calls no tool, of any kind but `tool_calls`; there can then be no text
     before calls. None: any text."""

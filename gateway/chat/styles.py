@@ -236,6 +236,8 @@ class CallStyle:
     """An answer may begin with a call without a mark."""
     enforced: tuple[str, str] | None = None
     """The marks within which a grammar can enforce `{"name": N, "arguments": {...}}`; None: it cannot."""
+    bare: bool = False
+    """A grammar can enforce `{"name": N, "parameters": {...}}` where an answer begins with it."""
     separators: str = ""
     """What may stand behind a call's object: another call follows, but for `]`."""
 
@@ -425,6 +427,7 @@ STYLES: Final = {
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
             unmarked=True,
+            bare=True,
             separators=";,",
         ),
         CallStyle(

@@ -46,6 +46,9 @@ _CLOSING: Final = f")\n{FENCE}"
 
 _ANY_TEXT: Final = TextRule("TEXT", "TEXT: /(.|\\n)*/\n")
 
+_CALL_BEGUN: Final = r'/\s*\{\s*"(name|type|id|parameters|arguments)"(?s:.*)/'
+"""The regular expression of text that begins as a call: the gateway takes it for one."""
+
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 _BRANCHES: Final = frozenset({"$ref", "anyOf", "oneOf"})
@@ -155,22 +158,31 @@ def call_document(
 def raw_call_document(grammar: Grammar) -> Document:
     """Return the document to compile for a grammar of kind `tool_calls` of an answer without a chat format.
 
-    Each call is `{"name": N, "arguments": {...}}`, within marks or in a list: see `ToolCalls.marks`.
+    Each call is an object with a name and arguments, within marks, in a list, or the beginning of the answer:
+    see `ToolCalls.marks` and `bare`.
 
     Raises:
         InvalidGrammarError: the grammar is broken or cannot be enforced, or calls cannot be told from text.
     """
     calls = read(decode_tool_calls, grammar.text, "rule of calls")
-    if calls.marks is None and not calls.required:
+    told_apart = calls.marks is not None or (calls.bare and calls.text is None and grammar.reasoning is None)
+    if not (told_apart or calls.required):
         raise InvalidGrammarError("calls cannot be told from text: the model's format has none here")
     _check(calls)
     thought = Thought.of(grammar.reasoning)
     rules, heads = thought.rules, []
+    key = "parameters" if calls.bare else "arguments"
     for at, tool in enumerate(calls.tools):
         body, _ = _json(tool, f"t{at}")
-        heads.append(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+        heads.append(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
         rules += f'object{at}: {literal(heads[-1])} {body} "}}"\n'
     rules += f"object: {' | '.join(f'object{at}' for at in range(len(heads)))}\n"
+    if calls.bare:
+        more = "" if calls.single else f'({BLANKS} ";" {BLANKS} object)*'
+        rules += f"calls: object {more} {BLANKS}\nSAID: {ANYTHING} & ~{_CALL_BEGUN}\n"
+        start = f"start: {thought.body}calls{'' if calls.required else ' | SAID'}\n"
+        openings = [*heads, *([] if calls.required else [""])]
+        return Document(start + rules, None, openings, _strict_schemas(calls))
     if calls.marks is None:
         more = "" if calls.single else f'("," {BLANKS} object)*'
         start = f'start: {thought.body}"[" object {more} "]"\n'

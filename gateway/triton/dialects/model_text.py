@@ -150,6 +150,11 @@ class ModelText:
         marks = None if self.style is None else self.style.enforced
         return None if marks is None or not self.special.isdisjoint(marks) else marks
 
+    @property
+    def bare_calls(self) -> bool:
+        """Whether a grammar of text can enforce its calls where an answer begins with them."""
+        return self.style is not None and self.style.bare
+
     def reasoning_before(self, prompt: RenderedPrompt) -> Reasoning | None:
         """Return what may come before that which a grammar of text is of; None: nothing that it can allow.
 

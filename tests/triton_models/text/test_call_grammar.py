@@ -238,6 +238,42 @@ def test_calls_within_marks(glm4: Tokenizer, more: Any, text: str, allowed: str)
     assert told(walker, Grammar("tool_calls", rules(BOOLEAN, **MARKED, **more)), text) == allowed
 
 
+BARE_CALL = '{"name": "f", "parameters": {"a": true}}'
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "allowed"),
+    [
+        ({}, "Hello", "Hello."),
+        ({}, "", "."),
+        ({}, '{"key": 1}', '{"key": 1}.'),
+        ({}, f"So: {BARE_CALL}", f"So: {BARE_CALL}."),
+        ({}, BARE_CALL, BARE_CALL + "."),
+        ({}, f"{BARE_CALL}; {BARE_CALL}", f"{BARE_CALL}; {BARE_CALL}."),
+        ({}, BARE_CALL.replace("true", "1"), BARE_CALL.partition("true")[0]),
+        ({}, BARE_CALL + " Done", BARE_CALL + " "),
+        ({}, '{"name": "g"', '{"name": "'),
+        ({}, ' {"name"', ' {"name'),
+        ({"single": True}, f"{BARE_CALL};", BARE_CALL),
+        ({"single": True}, f"{BARE_CALL}\n", f"{BARE_CALL}\n."),
+        ({"required": True}, BARE_CALL, BARE_CALL + "."),
+        ({"required": True}, "Hello", ""),
+    ],
+)
+def test_calls_that_begin_an_answer(glm4: Tokenizer, more: Any, text: str, allowed: str) -> None:
+    walker = Walker(glm4, "glm4")
+    assert told(walker, Grammar("tool_calls", rules(BOOLEAN, bare=True, **more)), text) == allowed
+
+
+@pytest.mark.parametrize("more", [{"text": Grammar("json_object")}, {}])
+def test_bare_calls_are_not_told_from_what_else_has_a_grammar(glm4: Tokenizer, more: Any) -> None:
+    grammar = Grammar("tool_calls", rules(BOOLEAN, bare=True, **more))
+    if not more:
+        grammar = Grammar(grammar.kind, grammar.text, Reasoning(begin="<think>", end="</think>"))
+    with pytest.raises(InvalidGrammarError, match="cannot be told from text"):
+        Walker(glm4, "glm4").grammars.compile(grammar, continues=True)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_reasoning_comes_first(glm4: Tokenizer, begun: bool) -> None:
     walker = Walker(glm4, "glm4")

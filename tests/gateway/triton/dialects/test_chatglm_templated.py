@@ -83,8 +83,10 @@ async def test_texts_and_ids_are_sent_as_ids(dialect: Dialect) -> None:
 
 TOOLS = tuple(Tool(name=name, description=None, parameters={}, strict=True) for name in ("now", "then"))
 TEXT = Grammar(kind="json_object", field="response_format")
-LISTED = "{{ messages[0].content }}{% if tools %}<|python_tag|>{% endif %}"
+LISTED = "{{ messages[0].content }}{% if tools %}[TOOL_CALLS]{% endif %}"
 """The template of a model whose own calls no grammar can enforce."""
+BARE = "{{ messages[0].content }}{% if tools %}<|python_tag|>{% endif %}"
+"""That of one which begins an answer with them."""
 
 
 def templated(folder: Path, template: str) -> Dialect:
@@ -143,6 +145,34 @@ async def test_calls_that_may_come_are_not_enforced_without_marks(tmp_path: Path
         assert refused.value.param == param
     request = await sent(dialect, generation(offering(choice="none"), grammar=TEXT), NO_FORMAT)
     assert request.grammar == WireGrammar("json_object")
+
+
+async def test_calls_that_may_come_are_enforced_where_an_answer_begins_with_them(tmp_path: Path) -> None:
+    dialect = templated(tmp_path, BARE)
+    asked = generation(offering(), stream=True)
+    request = await sent(dialect, asked, NO_FORMAT)
+    assert request.grammar is not None
+    calls = decode_tool_calls(request.grammar.text)
+    assert (calls.required, calls.marks, calls.bare) == (False, None, True)
+    assert dialect.prepare is not None
+    answer = dialect.decoder(await dialect.prepare(asked, NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    (last,) = answer.decode(response('{"name": "then", "parameters": {"a": 1}}', END))
+    assert isinstance(last, Delta)
+    assert (last.pieces, last.finish_reason) == ((CallPart("then", '{"a": 1}'),), "tool_calls")
+    with pytest.raises(InvalidRequestError) as refused:
+        await sent(dialect, generation(offering(), grammar=TEXT), NO_FORMAT)
+    assert refused.value.param == "response_format"
+    required = await sent(dialect, generation(offering(choice="required")), NO_FORMAT)
+    assert required.grammar is not None
+    assert not decode_tool_calls(required.grammar.text).bare
+
+
+async def test_bare_calls_are_not_enforced_behind_reasoning(tmp_path: Path) -> None:
+    dialect = templated(tmp_path, BARE + "{# </think> #}")
+    with pytest.raises(InvalidRequestError) as refused:
+        await sent(dialect, generation(offering()), NO_FORMAT)
+    assert refused.value.param == "tools"
 
 
 def reasoning(folder: Path) -> Dialect:
