@@ -65,7 +65,12 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     marks: tuple[Mark, Mark] | None = None
     """Of an answer to a raw prompt: what stands before and behind a call, which is
     `{"name": N, "arguments": {...}}`. None: all of the answer is a JSON list of such calls, which must be
-    required, or `bare`."""
+    required, or one of these:"""
+    opening: Mark | None = None
+    """Of an answer to a raw prompt: the special token before calls, which end the answer: a JSON list of such
+    calls or, given `between`, calls that each stand behind one. As Mistral writes them."""
+    between: Mark | None = None
+    """The special token between a call's name and its arguments, where no list is written."""
     bare: bool = False
     """Of an answer to a raw prompt: what begins as a call is calls, `{"name": N, "parameters": {...}}`, with
     semicolons between; text begins otherwise. As Llama 3 writes them."""

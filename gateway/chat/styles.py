@@ -236,6 +236,10 @@ class CallStyle:
     """An answer may begin with a call without a mark."""
     enforced: tuple[str, str] | None = None
     """The marks within which a grammar can enforce `{"name": N, "arguments": {...}}`; None: it cannot."""
+    list_mark: str = ""
+    """The mark behind which a grammar can enforce a list of `{"name": N, "arguments": {...}}`."""
+    named_mark: str = ""
+    """That between a name and arguments, where the template writes no list."""
     bare: bool = False
     """A grammar can enforce `{"name": N, "parameters": {...}}` where an answer begins with it."""
     separators: str = ""
@@ -417,6 +421,8 @@ STYLES: Final = {
             begins=_begins_args,
             heads=(_OBJECT_HEAD, _ARGS_HEAD),
             read=_read_objects,
+            list_mark=_CALLS,
+            named_mark=_ARGS_MARKS[1],
             separators=",]",
         ),
         CallStyle(

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -152,31 +152,37 @@ def call_document(
         answer.nested,
         openings,
         [*_strict_schemas(calls), ("$", answer.schema)],
+        (segment_id,),
     )
 
 
-def raw_call_document(grammar: Grammar) -> Document:
+def raw_call_document(grammar: Grammar, special_ids: Mapping[str, int]) -> Document:
     """Return the document to compile for a grammar of kind `tool_calls` of an answer without a chat format.
 
-    Each call is an object with a name and arguments, within marks, in a list, or the beginning of the answer:
-    see `ToolCalls.marks` and `bare`.
+    See `ToolCalls` for where calls stand: within marks, behind a token, at the beginning, or in a list.
+
+    Args:
+        grammar: in the wire's form.
+        special_ids: the ids of special tokens.
 
     Raises:
         InvalidGrammarError: the grammar is broken or cannot be enforced, or calls cannot be told from text.
     """
     calls = read(decode_tool_calls, grammar.text, "rule of calls")
-    told_apart = calls.marks is not None or (calls.bare and calls.text is None and grammar.reasoning is None)
-    if not (told_apart or calls.required):
+    tokens = [mark for mark in (calls.opening, calls.between) if mark is not None]
+    behind = calls.opening is not None and special_ids.keys() >= {*tokens}
+    alone = behind or (calls.bare and calls.text is None)
+    if not (calls.marks or (alone and grammar.reasoning is None) or (calls.required and not tokens)):
         raise InvalidGrammarError("calls cannot be told from text: the model's format has none here")
     _check(calls)
     thought = Thought.of(grammar.reasoning)
-    rules, heads = thought.rules, []
+    bodies = [_json(tool, f"t{at}")[0] for at, tool in enumerate(calls.tools)]
+    if calls.opening is not None:
+        return _behind_token(calls, bodies, [special_ids[mark] for mark in tokens])
+
     key = "parameters" if calls.bare else "arguments"
-    for at, tool in enumerate(calls.tools):
-        body, _ = _json(tool, f"t{at}")
-        heads.append(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
-        rules += f'object{at}: {literal(heads[-1])} {body} "}}"\n'
-    rules += f"object: {' | '.join(f'object{at}' for at in range(len(heads)))}\n"
+    heads = [f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ' for tool in calls.tools]
+    rules = thought.rules + _objects(heads, bodies)
     if calls.bare:
         more = "" if calls.single else f'({BLANKS} ";" {BLANKS} object)*'
         rules += f"calls: object {more} {BLANKS}\nSAID: {ANYTHING} & ~{_CALL_BEGUN}\n"
@@ -188,8 +194,23 @@ def raw_call_document(grammar: Grammar) -> Document:
         start = f'start: {thought.body}"[" object {more} "]"\n'
         openings = [f"{before}[{head}" for before in thought.openings for head in heads]
         return Document(start + rules, None, openings, _strict_schemas(calls))
+    return _within_marks(calls, calls.marks, rules, heads, grammar.reasoning)
 
-    begin, end = calls.marks
+
+def _objects(heads: Sequence[str], bodies: Sequence[str]) -> str:
+    """Return the rules for an object of a call, which begins with one of `heads`."""
+    rules = "".join(
+        f'object{at}: {literal(head)} {body} "}}"\n'
+        for at, (head, body) in enumerate(zip(heads, bodies, strict=True))
+    )
+    return f"{rules}object: {' | '.join(f'object{at}' for at in range(len(heads)))}\n"
+
+
+def _within_marks(
+    calls: ToolCalls, marks: tuple[str, str], rules: str, heads: Sequence[str], reasoning: Reasoning | None
+) -> Document:
+    """Return the document for objects within marks of text, among text or alone."""
+    thought, (begin, end) = Thought.of(reasoning), marks
     rules += f"body: {BLANKS} object {BLANKS} {literal(end)}\ncall: {literal(begin)} body\n"
     rules += "calls: call" + ("" if calls.single else f" ({BLANKS} call)*") + "\n"
     openings = [f"{before}{begin}{head}" for before in thought.openings for head in heads]
@@ -200,10 +221,32 @@ def raw_call_document(grammar: Grammar) -> Document:
         start = f"start: {thought.body}(calls | {answer.body})\n{answer.rules}"
         openings += thought.openings
     else:
-        start, more_rules = _among_text(calls, begin, grammar.reasoning)
+        start, more_rules = _among_text(calls, begin, reasoning)
         rules += more_rules
     schemas = [*_strict_schemas(calls), ("$", answer.schema)]
     return Document(start + rules, answer.nested, openings, schemas)
+
+
+def _behind_token(calls: ToolCalls, bodies: Sequence[str], ids: Sequence[int]) -> Document:
+    """Return the document for calls behind a special token, after text or alone."""
+    opening, *between = (f"<[{token_id}]>" for token_id in ids)
+    names = [tool.name for tool in calls.tools]
+    if between:
+        each = [
+            f"{opening} {literal(name)} {between[0]} {BLANKS} {body}"
+            for name, body in zip(names, bodies, strict=True)
+        ]
+        rules = f"call: {' | '.join(each)}\ncalls: call{'' if calls.single else '+'}\n"
+    else:
+        heads = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ' for name in names]
+        more = "" if calls.single else f'({BLANKS} "," {BLANKS} object)*'
+        rules = _objects(heads, bodies)
+        rules += f'calls: {opening} {BLANKS} "[" {BLANKS} object {more} {BLANKS} "]"\n'
+    answer = TextRule("said", f"said: {ANYTHING}\n") if calls.text is None else text_rule(calls.text)
+    before = " | said calls" if calls.text is None else ""
+    start = "start: calls\n" if calls.required else f"start: {answer.body} | calls{before}\n{answer.rules}"
+    schemas = [*_strict_schemas(calls), ("$", answer.schema)]
+    return Document(start + rules, answer.nested, [] if calls.required else [""], schemas, tuple(ids))
 
 
 def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tuple[str, str]:

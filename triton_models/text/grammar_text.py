@@ -92,6 +92,8 @@ class Document:
     """Beginnings of answers, including hidden text, after which a client's grammar or schema begins."""
     schemas: Sequence[tuple[str, Any]] = ()
     """The JSON schemas in it that are enforced in full, each after what its outermost place is called."""
+    special_ids: tuple[int, ...] = ()
+    """Special ids that an answer may hold, beside those that end it."""
 
     def text(self) -> str:
         """Return the grammar in the form that llguidance reads."""

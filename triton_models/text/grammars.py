@@ -387,7 +387,7 @@ class Grammars:
         prefix = " " if self._pieces.hides_space and not continues else ""
         words = self._words
         if grammar.kind == "tool_calls" and continues:
-            document = raw_call_document(grammar)
+            document = raw_call_document(grammar, self._text_tokenizer.special_ids)
         elif grammar.kind == "tool_calls":
             syntax, segment_id = self._format.call_syntax, next(iter(self._format.segment_roles), None)
             if syntax is None or segment_id is None:
@@ -395,11 +395,12 @@ class Grammars:
             document = call_document(
                 grammar.text, prefix=prefix, metadata=metadata, syntax=syntax, segment_id=segment_id
             )
-            allowed = self._allowed.copy()
-            allowed[segment_id] = 1
-            words = _packed(allowed)
         else:
             document = text_document(grammar, prefix=prefix)
+        if document.special_ids:
+            allowed = self._allowed.copy()
+            allowed[[*document.special_ids]] = 1
+            words = _packed(allowed)
         matcher = llguidance.LLMatcher(self._tokenizer, document.text(), limits=LIMITS, log_level=0)
         if matcher.is_error():
             raise InvalidGrammarError(about_grammar(matcher.get_error(), document))

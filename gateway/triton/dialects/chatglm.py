@@ -373,10 +373,9 @@ def _templated_grammar(model: ModelText, generation: Generation, prompt: Rendere
         raise reasoning_forbids(grammar, offer)
     if offer is None or rules is None:
         return None if grammar is None else Grammar(grammar.kind, grammar.text, reasoning)
-    bare = model.call_marks is None and not rules.required
-    if bare and grammar is not None:
-        raise grammar_forbids_calls(grammar)
-    if bare and (reasoning is not None or not model.bare_calls):
-        raise strict_needs_choice(offer)
-    rules = structs.replace(rules, marks=model.call_marks, bare=bare)
-    return _grammar_of_calls(rules, offer, reasoning)
+    if rules.required:
+        return _grammar_of_calls(structs.replace(rules, marks=model.call_marks), offer, reasoning)
+    held = model.held(rules)
+    if held is None or (held.marks is None and reasoning is not None):
+        raise strict_needs_choice(offer) if grammar is None else grammar_forbids_calls(grammar)
+    return _grammar_of_calls(held, offer, reasoning)

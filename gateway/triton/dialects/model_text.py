@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from msgspec import structs
+
 from gateway.chat.conversation import callable_names, last_calls
 from gateway.chat.guards import unguarded
 from gateway.chat.marked import MARKS, MarkedText
@@ -19,6 +21,8 @@ from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError, NoTemplateError, UpstreamProtocolError
 from wire.grammar import Grammar, Reasoning, ToolCalls
 
+_CALL_ID: Final = "[CALL_ID]"
+"""Where a template has calls with ids in them, no grammar says what those are."""
 _HIDDEN: Final = "Special tokens mark the model's tool calls, and its backend leaves them out of answers."
 _ARCHIVES: Final = 16
 """So many tokenizers that models send are kept; more are read anew where a model comes back."""
@@ -150,10 +154,17 @@ class ModelText:
         marks = None if self.style is None else self.style.enforced
         return None if marks is None or not self.special.isdisjoint(marks) else marks
 
-    @property
-    def bare_calls(self) -> bool:
-        """Whether a grammar of text can enforce its calls where an answer begins with them."""
-        return self.style is not None and self.style.bare
+    def held(self, rules: ToolCalls) -> ToolCalls | None:
+        """Return calls that may come among text, in the notation that a grammar can hold it to, if any."""
+        style = self.style
+        if self.call_marks is not None:
+            return structs.replace(rules, marks=self.call_marks)
+        if style is None or self.template is None:
+            return None
+        marks = [mark for mark in (style.list_mark, style.named_mark) if self.template.mentions(mark)]
+        if style.list_mark and self.special.issuperset(marks) and not self.template.mentions(_CALL_ID):
+            return structs.replace(rules, opening=marks[0], between=marks[1] if marks[1:] else None)
+        return structs.replace(rules, bare=True) if style.bare and rules.text is None else None
 
     def reasoning_before(self, prompt: RenderedPrompt) -> Reasoning | None:
         """Return what may come before that which a grammar of text is of; None: nothing that it can allow.

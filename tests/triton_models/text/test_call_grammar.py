@@ -274,6 +274,69 @@ def test_bare_calls_are_not_told_from_what_else_has_a_grammar(glm4: Tokenizer, m
         Walker(glm4, "glm4").grammars.compile(grammar, continues=True)
 
 
+LISTED_CALL = '{"name": "f", "arguments": {"a": true}}'
+OPENING, BETWEEN, OTHER = "<|assistant|>", "<|system|>", "<sop>"
+"""Special tokens of this tokenizer, in the place of Mistral's."""
+LIST: dict[str, Any] = {"opening": OPENING}
+NAMED: dict[str, Any] = {"opening": OPENING, "between": BETWEEN}
+
+
+@pytest.mark.parametrize(
+    ("more", "parts", "allowed"),
+    [
+        (LIST, ["Hello"], "Hello."),
+        (LIST, [OPENING, f"[{LISTED_CALL}]"], f"[{LISTED_CALL}]."),
+        (
+            LIST,
+            ["So: ", OPENING, f" [{LISTED_CALL}, {LISTED_CALL}]"],
+            f"So:  [{LISTED_CALL}, {LISTED_CALL}].",
+        ),
+        (LIST, [OPENING, f"[{LISTED_CALL}".replace("true", "1")], "[" + LISTED_CALL.partition("true")[0]),
+        (LIST, [OPENING, f"[{LISTED_CALL}]", OPENING], f"[{LISTED_CALL}]"),
+        (LIST, [BETWEEN], ""),
+        (NAMED, [OTHER], ""),
+        (LIST | {"single": True}, [OPENING, f"[{LISTED_CALL},"], f"[{LISTED_CALL}"),
+        (LIST | {"required": True}, ["Hello"], ""),
+        (LIST | {"required": True}, [OPENING, f"[{LISTED_CALL}]"], f"[{LISTED_CALL}]."),
+        (LIST | {"text": Grammar("json_object")}, ['{"a": 1}'], '{"a": 1}.'),
+        (LIST | {"text": Grammar("json_object")}, [OPENING, f"[{LISTED_CALL}]"], f"[{LISTED_CALL}]."),
+        (LIST | {"text": Grammar("json_object")}, ["Hello"], ""),
+        (NAMED, ["Hello"], "Hello."),
+        (NAMED, ["So:", OPENING, "f", BETWEEN, '{"a": true}'], 'So:f{"a": true}.'),
+        (NAMED, [OPENING, "f", BETWEEN, '{"a": true}'] * 2, 'f{"a": true}f{"a": true}.'),
+        (NAMED | {"single": True}, [OPENING, "f", BETWEEN, '{"a": true}', OPENING], 'f{"a": true}'),
+        (NAMED, [OPENING, "g"], ""),
+        (NAMED, [OPENING, "f", BETWEEN, '{"a": 1}'], 'f{"a": '),
+    ],
+)
+def test_calls_behind_a_special_token(glm4: Tokenizer, more: Any, parts: list[str], allowed: str) -> None:
+    walker = Walker(glm4, "glm4")
+    mask = walker.grammars.compile(Grammar("tool_calls", rules(BOOLEAN, **more)), continues=True).mask()
+    taken: list[int] = []
+    refused = False
+    for part in parts:
+        special = glm4.special_ids.get(part)
+        for token_id in glm4.encode(part) if special is None else [special]:
+            try:
+                mask.accept(token_id)
+            except TokenMaskError:
+                refused = True
+                break
+            taken.append(token_id)
+        if refused:
+            break
+    ends = not refused and walker.format.stop_ids <= set(walker.allowed(mask))
+    assert glm4.decode(taken) + "." * ends == allowed
+
+
+@pytest.mark.parametrize("marks", [{"opening": "[TOOL_CALLS]"}, LIST | {"between": "[ARGS]"}])
+def test_calls_behind_what_is_no_special_token_are_not_told_from_text(glm4: Tokenizer, marks: Any) -> None:
+    for required in (False, True):
+        grammar = Grammar("tool_calls", rules(BOOLEAN, required=required, **marks))
+        with pytest.raises(InvalidGrammarError, match="cannot be told from text"):
+            Walker(glm4, "glm4").grammars.compile(grammar, continues=True)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_reasoning_comes_first(glm4: Tokenizer, begun: bool) -> None:
     walker = Walker(glm4, "glm4")

@@ -168,6 +168,42 @@ async def test_calls_that_may_come_are_enforced_where_an_answer_begins_with_them
     assert not decode_tool_calls(required.grammar.text).bare
 
 
+ARGS = "{# [ARGS] #}"
+
+
+@pytest.mark.parametrize(("template", "between"), [(LISTED, None), (LISTED + ARGS, "[ARGS]")])
+async def test_calls_that_may_come_are_enforced_behind_a_special_token(
+    tmp_path: Path, template: str, between: str | None
+) -> None:
+    dialect = of_mistral(tmp_path / "plain", template)
+    for grammar in (None, TEXT):
+        asked = generation(offering(), grammar=grammar, stream=True)
+        request = await sent(dialect, asked, NO_FORMAT)
+        assert request.grammar is not None
+        calls = decode_tool_calls(request.grammar.text)
+        assert (calls.required, calls.opening, calls.between) == (False, "[TOOL_CALLS]", between)
+        assert (calls.text is None) is (grammar is None)
+        assert dialect.prepare is not None
+        answer = dialect.decoder(await dialect.prepare(asked, NO_FORMAT), NO_FORMAT)
+        answer.decode(response(meta=ACCEPTED))
+        call = 'then[ARGS]{"a": 1}' if between else '[{"name": "then", "arguments": {"a": 1}}]'
+        (last,) = answer.decode(response("[TOOL_CALLS]" + call, END))
+        assert isinstance(last, Delta)
+        assert (last.pieces, last.finish_reason) == ((CallPart("then", '{"a": 1}'),), "tool_calls")
+    with_ids = of_mistral(tmp_path / "ids", template + "{# [CALL_ID] #}")
+    with pytest.raises(InvalidRequestError):
+        await sent(with_ids, generation(offering()), NO_FORMAT)
+
+
+def of_mistral(folder: Path, template: str) -> Dialect:
+    folder.mkdir()
+    tokenizer = write_tokenizer(folder)
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    return Dialects([f"m={folder}"]).of("m", having(CHATGLM.inputs))
+
+
 async def test_bare_calls_are_not_enforced_behind_reasoning(tmp_path: Path) -> None:
     dialect = templated(tmp_path, BARE + "{# </think> #}")
     with pytest.raises(InvalidRequestError) as refused:
