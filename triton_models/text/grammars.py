@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triton_models.errors import InvalidGrammarError, TokenMaskError, panics_are_errors
-from triton_models.text.call_grammar import call_document, parts, raw_call_document
+from triton_models.text.call_grammar import call_document, parts
 from triton_models.text.formats import ChatFormat
 from triton_models.text.grammar_text import about_grammar, about_mask, text_document
+from triton_models.text.raw_call_grammar import raw_call_document
 from triton_models.text.tokenizers import Tokenizer, ids_within
 from wire.grammar import Grammar
 
