@@ -1,6 +1,7 @@
 """A small checkpoint like Qwen's, with tokenizer.json and chat template, which always answers the same."""
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,8 +27,30 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Tokenizer:
-    """Write a tokenizer of bytes into `directory`; without a template, it is a base model's."""
+def template_with(mark: str) -> str:
+    """Return a template without reasoning, which mentions the mark of a family's calls."""
+    written, _, _ = TEMPLATE.partition("{%- if enable_thinking")
+    return written.replace("<tool_call></tool_call>", mark) + "{% endif %}"
+
+
+LIST_MARK = "[TOOL_CALLS]"
+LISTED = (LIST_MARK, f"[{CALL}]")
+"""An answer as Mistral's are, behind a special token."""
+BARE = (CALL.replace("arguments", "parameters"),)
+"""One as Llama 3's."""
+
+
+def write_tokenizer(
+    directory: Path,
+    template: str | None = TEMPLATE,
+    *,
+    answer: Sequence[str] = ANSWER,
+    special: Sequence[str] = SPECIAL,
+) -> Tokenizer:
+    """Write a tokenizer of bytes into `directory`; without a template, it is a base model's.
+
+    What of `answer` is not special is a token, too.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     merges = [("h", "e"), ("Ġ", "the"), ("t", "he")]
@@ -36,8 +59,9 @@ def write_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Tokeniz
     tokenizer = Tokenizer(BPE(vocabulary, [merges[0], merges[2], merges[1]]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in ANSWER])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    texts = [name for name in answer if name not in special]
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in texts])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -50,12 +74,18 @@ def write_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Tokeniz
     return tokenizer
 
 
-def write_scripted(directory: Path) -> None:
-    """Write a checkpoint whose model answers every conversation with `ANSWER`."""
+def write_scripted(
+    directory: Path,
+    answer: Sequence[str] = ANSWER,
+    template: str = TEMPLATE,
+    *,
+    special: Sequence[str] = SPECIAL,
+) -> None:
+    """Write a checkpoint whose model answers every conversation with the tokens of `answer`."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = write_tokenizer(directory)
+    tokenizer = write_tokenizer(directory, template, answer=answer, special=special)
     newline = tokenizer.encode("\n", add_special_tokens=False).ids[-1]
-    chain = [newline, *(tokenizer.token_to_id(each) for each in (*ANSWER, "<|im_end|>"))]
+    chain = [newline, *(tokenizer.token_to_id(each) for each in (*answer, "<|im_end|>"))]
     model = write_native(directory, "qwen2", max_position_embeddings=2048)
     with torch.no_grad():
         for name, tensor in model.named_parameters():

@@ -9,7 +9,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.e2e.families_server import BASE, CHAT, SCRIPTED, Families
+from tests.e2e.families_server import BASE, BEGINNING, CHAT, LISTING, SCRIPTED, Families
 from tests.e2e.up_process import UpProcess
 from tests.template_checkpoint import CALL, REASONING
 
@@ -236,3 +236,50 @@ def test_a_schema_is_held_to_behind_reasoning(client: openai.OpenAI, tools: Any)
     else:
         assert json.loads(choice.message.content or "")["a"] in (1, 2)
         assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("model", "city"), [(LISTING, "襄阳"), (LISTING, "Berlin"), (BEGINNING, "襄阳")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_strict_calls_that_may_come_are_held_to_their_schema(
+    client: openai.OpenAI, model: str, city: str, *, stream: bool
+) -> None:
+    """As OpenAI's Agents SDK asks for them; the model by itself calls for 襄阳."""
+    asked: dict[str, Any] = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 200}
+    asked["tools"] = [strict_for(city)]
+    # Of several calls in a list, random weights would not come to the end.
+    asked["parallel_tool_calls"] = False
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        calls = [call.function for each in chunks for call in each.delta.tool_calls or ()]
+        content = "".join(each.delta.content or "" for each in chunks)
+        reason = chunks[-1].finish_reason
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+        calls = [call.function for call in choice.message.tool_calls or ()]
+        content, reason = choice.message.content, choice.finish_reason
+    assert (content or "", reason) == ("", "tool_calls")
+    assert [call.name for call in calls if call.name] == ["get_weather"]
+    assert json.loads("".join(call.arguments or "" for call in calls)) == {"city": city}
+
+
+def strict_for(city: str) -> Any:
+    """Return a tool that is for one city alone."""
+    parameters = {"type": "object", "properties": {"city": {"enum": [city]}}, "required": ["city"]}
+    function = {"name": "get_weather", "strict": True, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def test_what_begins_as_no_strict_call_is_text(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=BEGINNING, messages=QUESTION, tools=[strict_for("Berlin")], temperature=0, max_tokens=20
+    )
+    message = answer.choices[0].message
+    assert not message.tool_calls
+    assert "name" not in (message.content or "")[:10]
+
+
+@pytest.mark.parametrize("model", [LISTING, BEGINNING])
+def test_without_strict_tools_they_call_as_they_will(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=QUESTION, tools=TOOLS, temperature=0)
+    calls = [call.function for call in answer.choices[0].message.tool_calls or ()]
+    assert [(call.name, call.arguments) for call in calls] == [("get_weather", ARGUMENTS)]
