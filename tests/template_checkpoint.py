@@ -38,6 +38,8 @@ LISTED = (LIST_MARK, f"[{CALL}]")
 """An answer as Mistral's are, behind a special token."""
 BARE = (CALL.replace("arguments", "parameters"),)
 """One as Llama 3's."""
+LINES = ("get_weather\n", '{"city": "襄阳"}')
+"""One as GLM-4-0414's."""
 
 
 def write_tokenizer(

@@ -71,9 +71,10 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     calls or, given `between`, calls that each stand behind one. As Mistral writes them."""
     between: Mark | None = None
     """The special token between a call's name and its arguments, where no list is written."""
-    bare: bool = False
-    """Of an answer to a raw prompt: what begins as a call is calls, `{"name": N, "parameters": {...}}`, with
-    semicolons between; text begins otherwise. As Llama 3 writes them."""
+    bare: Literal["object", "line"] | None = None
+    """Of an answer to a raw prompt: what begins as a call is calls, and text begins otherwise. An object is
+    `{"name": N, "parameters": {...}}`, with semicolons between several, as Llama 3 writes them; a line is a
+    name, behind which the arguments are all of the answer, as GLM-4-0414 writes a call."""
     text: Grammar | None = None
     """The grammar of an answer that calls no tool, of any kind but `tool_calls`; there can then be no text
     before calls. None: any text."""

@@ -32,7 +32,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
@@ -240,8 +240,8 @@ class CallStyle:
     """The mark behind which a grammar can enforce a list of `{"name": N, "arguments": {...}}`."""
     named_mark: str = ""
     """That between a name and arguments, where the template writes no list."""
-    bare: bool = False
-    """A grammar can enforce `{"name": N, "parameters": {...}}` where an answer begins with it."""
+    bare: Literal["object", "line"] | None = None
+    """How an answer begins that a grammar can hold to calls: see `ToolCalls.bare`. None: it cannot."""
     separators: str = ""
     """What may stand behind a call's object: another call follows, but for `]`."""
 
@@ -433,7 +433,7 @@ STYLES: Final = {
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
             unmarked=True,
-            bare=True,
+            bare="object",
             separators=";,",
         ),
         CallStyle(
@@ -452,6 +452,7 @@ STYLES: Final = {
             begins=_begins_line,
             heads=(_LINE_HEAD,),
             unmarked=True,
+            bare="line",
         ),
     )
 }

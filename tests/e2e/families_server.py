@@ -13,6 +13,7 @@ from tests.e2e.up_process import UpProcess
 from tests.glm4_checkpoint import write_checkpoint
 from tests.template_checkpoint import (
     BARE,
+    LINES,
     LIST_MARK,
     LISTED,
     SPECIAL,
@@ -34,13 +35,13 @@ BASE, CHAT = "bloom-base", "glm-4-0414"
 """Random weights, without a chat template and with one."""
 SCRIPTED = "scripted"
 """It has a chat template, thinks and then calls a tool."""
-LISTING, BEGINNING = "as-mistral", "as-llama"
+LISTING, BEGINNING, LINE = "as-mistral", "as-llama", "as-glm-4-0414"
 """They call a tool in the notations of these."""
 GLM4, CALLER = "glm-4-9b-chat", "glm-4-caller"
 """As published, of random weights; and one that always calls a tool."""
 CALLED = '{"city": "襄阳"}'
 """How `CALLER` calls it."""
-NAMES = (LOGITS, BASE, CHAT, SCRIPTED, LISTING, BEGINNING, GLM4, CALLER)
+NAMES = (LOGITS, BASE, CHAT, SCRIPTED, LISTING, BEGINNING, LINE, GLM4, CALLER)
 READY_S = 200.0
 """So many models are loaded one after the other."""
 
@@ -73,6 +74,7 @@ def families_server(folder: Path) -> Iterator[Families]:
     special = (*SPECIAL, LIST_MARK)
     write_scripted(folder / LISTING, LISTED, template_with(LIST_MARK), special=special)
     write_scripted(folder / BEGINNING, BARE, template_with("<|python_tag|>"))
+    write_scripted(folder / LINE, LINES, template_with("<|observation|>"))
     tensors = write_checkpoint(folder / GLM4)
     write_checkpoint(folder / CALLER, says=f"get_weather\n{CALLED}")
     models = [word for name in NAMES for word in ("--model", str(folder / name))]

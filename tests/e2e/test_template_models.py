@@ -9,7 +9,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.e2e.families_server import BASE, BEGINNING, CHAT, LISTING, SCRIPTED, Families
+from tests.e2e.families_server import BASE, BEGINNING, CHAT, LINE, LISTING, SCRIPTED, Families
 from tests.e2e.up_process import UpProcess
 from tests.template_checkpoint import CALL, REASONING
 
@@ -238,7 +238,10 @@ def test_a_schema_is_held_to_behind_reasoning(client: openai.OpenAI, tools: Any)
         assert choice.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(("model", "city"), [(LISTING, "襄阳"), (LISTING, "Berlin"), (BEGINNING, "襄阳")])
+@pytest.mark.parametrize(
+    ("model", "city"),
+    [(LISTING, "襄阳"), (LISTING, "Berlin"), (BEGINNING, "襄阳"), (LINE, "襄阳"), (LINE, "Berlin")],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_strict_calls_that_may_come_are_held_to_their_schema(
     client: openai.OpenAI, model: str, city: str, *, stream: bool
@@ -278,7 +281,7 @@ def test_what_begins_as_no_strict_call_is_text(client: openai.OpenAI) -> None:
     assert "name" not in (message.content or "")[:10]
 
 
-@pytest.mark.parametrize("model", [LISTING, BEGINNING])
+@pytest.mark.parametrize("model", [LISTING, BEGINNING, LINE])
 def test_without_strict_tools_they_call_as_they_will(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.create(model=model, messages=QUESTION, tools=TOOLS, temperature=0)
     calls = [call.function for call in answer.choices[0].message.tool_calls or ()]

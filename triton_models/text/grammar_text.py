@@ -179,8 +179,8 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return the regular expression of `text`, for use within slashes."""
-    return re.escape(text).replace("/", "\\/")
+    """Return the regular expression of `text`, for use within slashes, in Rust's syntax."""
+    return re.escape(text).replace("\\ ", " ").replace("\\\n", "\\n").replace("/", "\\/")
 
 
 def optional(text: str) -> str:

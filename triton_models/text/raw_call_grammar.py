@@ -19,8 +19,10 @@ from triton_models.text.grammar_text import (
 )
 from wire.grammar import Grammar, Reasoning, ToolCalls, decode_tool_calls
 
-_CALL_BEGUN: Final = r'/\s*\{\s*"(name|type|id|parameters|arguments)"(?s:.*)/'
-"""The regular expression of text that begins as a call: the gateway takes it for one."""
+_OBJECT_BEGUN: Final = r'/\s*\{\s*"(name|type|id|parameters|arguments)"(?s:.*)/'
+"""The regular expression of text that begins as an object of a call: the gateway takes it for one."""
+
+_BLANK: Final = BLANKS.strip("/")
 
 
 def raw_call_document(grammar: Grammar, special_ids: Mapping[str, int]) -> Document:
@@ -37,31 +39,30 @@ def raw_call_document(grammar: Grammar, special_ids: Mapping[str, int]) -> Docum
     """
     calls = read(decode_tool_calls, grammar.text, "rule of calls")
     tokens = [mark for mark in (calls.opening, calls.between) if mark is not None]
-    behind = calls.opening is not None and special_ids.keys() >= {*tokens}
-    alone = behind or (calls.bare and calls.text is None)
-    if not (calls.marks or (alone and grammar.reasoning is None) or (calls.required and not tokens)):
+    behind = calls.opening is not None and special_ids.keys() >= {*tokens} and grammar.reasoning is None
+    first = calls.bare is not None and calls.text is None
+    if not (calls.marks or behind or first or (calls.required and not tokens)):
         raise InvalidGrammarError("calls cannot be told from text: the model's format has none here")
     check_tools(calls)
-    thought = Thought.of(grammar.reasoning)
     bodies = [json_arguments(tool, f"t{at}")[0] for at, tool in enumerate(calls.tools)]
     if calls.opening is not None:
         return _behind_token(calls, bodies, [special_ids[mark] for mark in tokens])
+    if calls.bare is not None:
+        return _at_the_beginning(calls, bodies, grammar.reasoning)
 
-    key = "parameters" if calls.bare else "arguments"
-    heads = [f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ' for tool in calls.tools]
+    thought, heads = Thought.of(grammar.reasoning), _heads(calls, "arguments")
     rules = thought.rules + _objects(heads, bodies)
-    if calls.bare:
-        more = "" if calls.single else f'({BLANKS} ";" {BLANKS} object)*'
-        rules += f"calls: object {more} {BLANKS}\nSAID: {ANYTHING} & ~{_CALL_BEGUN}\n"
-        start = f"start: {thought.body}calls{'' if calls.required else ' | SAID'}\n"
-        openings = [*heads, *([] if calls.required else [""])]
-        return Document(start + rules, None, openings, strict_schemas(calls))
     if calls.marks is None:
         more = "" if calls.single else f'("," {BLANKS} object)*'
         start = f'start: {thought.body}"[" object {more} "]"\n'
         openings = [f"{before}[{head}" for before in thought.openings for head in heads]
         return Document(start + rules, None, openings, strict_schemas(calls))
     return _within_marks(calls, calls.marks, rules, heads, grammar.reasoning)
+
+
+def _heads(calls: ToolCalls, key: str) -> list[str]:
+    """Return how an object of each tool's calls begins."""
+    return [f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ' for tool in calls.tools]
 
 
 def _objects(heads: Sequence[str], bodies: Sequence[str]) -> str:
@@ -105,15 +106,49 @@ def _behind_token(calls: ToolCalls, bodies: Sequence[str], ids: Sequence[int]) -
         ]
         rules = f"call: {' | '.join(each)}\ncalls: call{'' if calls.single else '+'}\n"
     else:
-        heads = [f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ' for name in names]
         more = "" if calls.single else f'({BLANKS} "," {BLANKS} object)*'
-        rules = _objects(heads, bodies)
+        rules = _objects(_heads(calls, "arguments"), bodies)
         rules += f'calls: {opening} {BLANKS} "[" {BLANKS} object {more} {BLANKS} "]"\n'
     answer = TextRule("said", f"said: {ANYTHING}\n") if calls.text is None else text_rule(calls.text)
     before = " | said calls" if calls.text is None else ""
     start = "start: calls\n" if calls.required else f"start: {answer.body} | calls{before}\n{answer.rules}"
     schemas = [*strict_schemas(calls), ("$", answer.schema)]
     return Document(start + rules, answer.nested, [] if calls.required else [""], schemas, tuple(ids))
+
+
+def _at_the_beginning(calls: ToolCalls, bodies: Sequence[str], reasoning: Reasoning | None) -> Document:
+    """Return the document for an answer that is calls, or text that begins as none.
+
+    White space before a call is of one expression with its head: by itself, it would begin text.
+    """
+    lines = calls.bare == "line"
+    heads = [f"{tool.name}\n" for tool in calls.tools] if lines else _heads(calls, "parameters")
+    closing = "" if lines else ' "}"'
+    rules = "".join(
+        f"HEAD{at}: /{_BLANK}{escaped(head)}/\ncall{at}: HEAD{at} {body}{closing}\n"
+        for at, (head, body) in enumerate(zip(heads, bodies, strict=True))
+    )
+    more = "" if calls.single or lines else f'({BLANKS} ";" call)*'
+    rules += f"call: {' | '.join(f'call{at}' for at in range(len(heads)))}\ncalls: call {more} {BLANKS}\n"
+    thought = Thought.of(reasoning)
+    thinking = "" if reasoning is None else "thinking " if reasoning.begun else "thinking? "
+    openings = [f"{before}{head}" for before in thought.openings for head in heads]
+    answer = "calls"
+    if not calls.required:
+        # What begins as reasoning is reasoning.
+        others = [_line_begun(calls) if lines else _OBJECT_BEGUN]
+        if reasoning is not None and not reasoning.begun:
+            others.append(f"/\\s*{escaped(reasoning.begin)}(?s:.*)/")
+        rules += f"SAID: {' & ~'.join((ANYTHING, *others))}\n"
+        answer, openings = "(calls | SAID)", [*openings, *thought.openings]
+    start = f"start: {thinking}{answer}\n"
+    return Document(start + thought.rules + rules, None, openings, strict_schemas(calls))
+
+
+def _line_begun(calls: ToolCalls) -> str:
+    """Return the regular expression of text that begins with a tool's name on a line of its own."""
+    names = "|".join(escaped(tool.name) for tool in calls.tools)
+    return f"/\\s*({names})[ \\t]*\\n(?s:.*)/"
 
 
 def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tuple[str, str]:

@@ -376,6 +376,6 @@ def _templated_grammar(model: ModelText, generation: Generation, prompt: Rendere
     if rules.required:
         return _grammar_of_calls(structs.replace(rules, marks=model.call_marks), offer, reasoning)
     held = model.held(rules)
-    if held is None or (held.marks is None and reasoning is not None):
+    if held is None or (held.opening is not None and reasoning is not None):
         raise strict_needs_choice(offer) if grammar is None else grammar_forbids_calls(grammar)
     return _grammar_of_calls(held, offer, reasoning)

@@ -164,7 +164,7 @@ class ModelText:
         marks = [mark for mark in (style.list_mark, style.named_mark) if self.template.mentions(mark)]
         if style.list_mark and self.special.issuperset(marks) and not self.template.mentions(_CALL_ID):
             return structs.replace(rules, opening=marks[0], between=marks[1] if marks[1:] else None)
-        return structs.replace(rules, bare=True) if style.bare and rules.text is None else None
+        return structs.replace(rules, bare=style.bare) if style.bare and rules.text is None else None
 
     def reasoning_before(self, prompt: RenderedPrompt) -> Reasoning | None:
         """Return what may come before that which a grammar of text is of; None: nothing that it can allow.

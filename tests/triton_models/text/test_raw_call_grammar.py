@@ -100,7 +100,8 @@ BARE_CALL = '{"name": "f", "parameters": {"a": true}}'
         ({}, BARE_CALL.replace("true", "1"), BARE_CALL.partition("true")[0]),
         ({}, BARE_CALL + " Done", BARE_CALL + " "),
         ({}, '{"name": "g"', '{"name": "'),
-        ({}, ' {"name"', ' {"name'),
+        ({}, f"\n{BARE_CALL}", f"\n{BARE_CALL}."),
+        ({}, ' {"name":"', ' {"name":'),
         ({"single": True}, f"{BARE_CALL};", BARE_CALL),
         ({"single": True}, f"{BARE_CALL}\n", f"{BARE_CALL}\n."),
         ({"required": True}, BARE_CALL, BARE_CALL + "."),
@@ -109,14 +110,47 @@ BARE_CALL = '{"name": "f", "parameters": {"a": true}}'
 )
 def test_calls_that_begin_an_answer(glm4: Tokenizer, more: Any, text: str, allowed: str) -> None:
     walker = Walker(glm4, "glm4")
-    assert told(walker, Grammar("tool_calls", rules(BOOLEAN, bare=True, **more)), text) == allowed
+    assert told(walker, Grammar("tool_calls", rules(BOOLEAN, bare="object", **more)), text) == allowed
 
 
-@pytest.mark.parametrize("more", [{"text": Grammar("json_object")}, {}])
-def test_bare_calls_are_not_told_from_what_else_has_a_grammar(glm4: Tokenizer, more: Any) -> None:
-    grammar = Grammar("tool_calls", rules(BOOLEAN, bare=True, **more))
-    if not more:
-        grammar = Grammar(grammar.kind, grammar.text, Reasoning(begin="<think>", end="</think>"))
+LINE_CALL = 'f\n{"a": true}'
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "allowed"),
+    [
+        ({}, "Hello", "Hello."),
+        ({}, "f is a tool", "f is a tool."),
+        ({}, "It is\nf\n{", "It is\nf\n{."),
+        ({}, LINE_CALL, LINE_CALL + "."),
+        ({}, LINE_CALL + "\n", LINE_CALL + "\n."),
+        ({}, LINE_CALL + "\nDone", LINE_CALL + "\n"),
+        ({}, LINE_CALL.replace("true", "1"), LINE_CALL.partition("true")[0]),
+        ({}, "f\nis", "f\n"),
+        ({"required": True}, "Hello", ""),
+    ],
+)
+def test_a_call_whose_name_is_a_line(glm4: Tokenizer, more: Any, text: str, allowed: str) -> None:
+    walker = Walker(glm4, "glm4")
+    assert told(walker, Grammar("tool_calls", rules(BOOLEAN, bare="line", **more)), text) == allowed
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("bare", "call"), [("object", BARE_CALL), ("line", LINE_CALL)])
+def test_calls_and_text_begin_behind_reasoning(glm4: Tokenizer, bare: str, call: str, *, begun: bool) -> None:
+    walker = Walker(glm4, "glm4")
+    reasoning = Reasoning(begin="<think>", end="</think>", begun=begun)
+    grammar = Grammar("tool_calls", rules(BOOLEAN, bare=bare), reasoning)
+    thought = f"{'' if begun else '<think>'}Hm: {call}?</think>"
+    for text in (call, "Hello"):
+        assert told(walker, grammar, f"{thought}\n{text}") == f"{thought}\n{text}."
+        assert told(walker, grammar, text) == (text if begun else text + ".")
+    wrong = call.replace("true", "1")
+    assert told(walker, grammar, thought + wrong) == thought + wrong.partition("1")[0]
+
+
+def test_bare_calls_are_not_told_from_text_with_a_grammar(glm4: Tokenizer) -> None:
+    grammar = Grammar("tool_calls", rules(BOOLEAN, bare="object", text=Grammar("json_object")))
     with pytest.raises(InvalidGrammarError, match="cannot be told from text"):
         Walker(glm4, "glm4").grammars.compile(grammar, continues=True)
 

@@ -147,17 +147,32 @@ async def test_calls_that_may_come_are_not_enforced_without_marks(tmp_path: Path
     assert request.grammar == WireGrammar("json_object")
 
 
-async def test_calls_that_may_come_are_enforced_where_an_answer_begins_with_them(tmp_path: Path) -> None:
-    dialect = templated(tmp_path, BARE)
+LINE = "{{ messages[0].content }}{% if tools %}<|observation|>{% endif %}"
+"""That of one whose calls are a name on a line, and arguments."""
+
+
+@pytest.mark.parametrize(
+    ("template", "bare", "call"),
+    [
+        (BARE, "object", '{"name": "then", "parameters": {"a": 1}}'),
+        (LINE, "line", 'then\n{"a": 1}'),
+    ],
+)
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_calls_that_may_come_are_enforced_where_an_answer_begins_with_them(
+    tmp_path: Path, template: str, bare: str, call: str, *, thinks: bool
+) -> None:
+    dialect = templated(tmp_path, template + "{# </think> #}" * thinks)
     asked = generation(offering(), stream=True)
     request = await sent(dialect, asked, NO_FORMAT)
     assert request.grammar is not None
     calls = decode_tool_calls(request.grammar.text)
-    assert (calls.required, calls.marks, calls.bare) == (False, None, True)
+    assert (calls.required, calls.marks, calls.bare) == (False, None, bare)
+    assert (request.grammar.reasoning is not None) is thinks
     assert dialect.prepare is not None
     answer = dialect.decoder(await dialect.prepare(asked, NO_FORMAT), NO_FORMAT)
     answer.decode(response(meta=ACCEPTED))
-    (last,) = answer.decode(response('{"name": "then", "parameters": {"a": 1}}', END))
+    (last,) = answer.decode(response(call, END))
     assert isinstance(last, Delta)
     assert (last.pieces, last.finish_reason) == ((CallPart("then", '{"a": 1}'),), "tool_calls")
     with pytest.raises(InvalidRequestError) as refused:
@@ -165,7 +180,7 @@ async def test_calls_that_may_come_are_enforced_where_an_answer_begins_with_them
     assert refused.value.param == "response_format"
     required = await sent(dialect, generation(offering(choice="required")), NO_FORMAT)
     assert required.grammar is not None
-    assert not decode_tool_calls(required.grammar.text).bare
+    assert decode_tool_calls(required.grammar.text).bare is None
 
 
 ARGS = "{# [ARGS] #}"
@@ -204,8 +219,8 @@ def of_mistral(folder: Path, template: str) -> Dialect:
     return Dialects([f"m={folder}"]).of("m", having(CHATGLM.inputs))
 
 
-async def test_bare_calls_are_not_enforced_behind_reasoning(tmp_path: Path) -> None:
-    dialect = templated(tmp_path, BARE + "{# </think> #}")
+async def test_calls_behind_a_token_are_not_enforced_where_the_model_may_reason(tmp_path: Path) -> None:
+    dialect = of_mistral(tmp_path / "thinks", LISTED + "{# </think> #}")
     with pytest.raises(InvalidRequestError) as refused:
         await sent(dialect, generation(offering()), NO_FORMAT)
     assert refused.value.param == "tools"
