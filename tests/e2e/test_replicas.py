@@ -110,7 +110,7 @@ async def test_a_dead_model_and_an_ended_server_cost_no_answer(up: UpProcess) ->
 async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -> None:
     """Streamed and not, greedy and sampled, with choices, log-probabilities, a schema: as without it."""
     await asyncio.to_thread(wait_until, lambda: up_and_idle(up), WITHIN_S)
-    both, killed = servers(up), list[Server]()
+    killed: list[Server] = []
     before = up.gauge("tritongate_resumed_total")
     requests = bodies(CLIENTS, TOKENS, ASK["model"])
     async with (
@@ -125,9 +125,15 @@ async def test_one_of_two_dies_under_load_and_no_answer_with_it(up: UpProcess) -
             killed.append(server)
             server.process.kill()
 
-        disturbed = await answers_despite(kill, up, requests)
-        pairs = zip(undisturbed, disturbed, strict=True)
-        assert [former.differs(later) for former, later in pairs] == [None] * CLIENTS
+        # On a busy machine, a slowed server may have accepted none of them when it is lost: then once more.
+        for _ in range(3):
+            await asyncio.to_thread(wait_until, lambda: up_and_idle(up), WITHIN_S)
+            both, killed = servers(up), []
+            disturbed = await answers_despite(kill, up, requests)
+            pairs = zip(undisturbed, disturbed, strict=True)
+            assert [former.differs(later) for former, later in pairs] == [None] * CLIENTS
+            if up.gauge("tritongate_resumed_total") > before:
+                break
         assert up.gauge("tritongate_resumed_total") > before
         assert up.gauge("tritongate_requests_in_flight") == 0
 
