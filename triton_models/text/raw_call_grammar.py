@@ -138,7 +138,7 @@ def _at_the_beginning(calls: ToolCalls, bodies: Sequence[str], reasoning: Reason
         # What begins as reasoning is reasoning.
         others = [_line_begun(calls) if lines else _OBJECT_BEGUN]
         if reasoning is not None and not reasoning.begun:
-            others.append(f"/\\s*{escaped(reasoning.begin)}(?s:.*)/")
+            others.append(_thought_begun(reasoning))
         rules += f"SAID: {' & ~'.join((ANYTHING, *others))}\n"
         answer, openings = "(calls | SAID)", [*openings, *thought.openings]
     start = f"start: {thinking}{answer}\n"
@@ -151,6 +151,11 @@ def _line_begun(calls: ToolCalls) -> str:
     return f"/\\s*({names})[ \\t]*\\n(?s:.*)/"
 
 
+def _thought_begun(reasoning: Reasoning) -> str:
+    """Return the regular expression of text that begins as reasoning."""
+    return f"/\\s*{escaped(reasoning.begin)}(?s:.*)/"
+
+
 def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tuple[str, str]:
     """Return the rules for text with calls in it, whose objects stand behind `begin`.
 
@@ -161,7 +166,7 @@ def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tu
     rules += f"REST: {ANYTHING} & ~/(?s:.*{escaped(begin)}.*)/\n"
     if reasoning is None or reasoning.begun:
         return f"start: {'' if reasoning is None else 'thought '}(before body){more} REST\n", rules
-    rules += f"SAID: {ANYTHING} & ~/\\s*{escaped(reasoning.begin)}(?s:.*)/\nLAST: SAID & REST\n"
+    rules += f"SAID: {ANYTHING} & ~{_thought_begun(reasoning)}\nLAST: SAID & REST\n"
     rules += f"said[suffix={literal(begin)}]: SAID\n"
     then = "REST" if calls.single else "(before body)* REST"
     return f"start: thought (before body){more} REST | said body {then} | LAST\n", rules

@@ -201,3 +201,20 @@ def test_a_matrix_in_another_form_gets_rows_of_its_own(device: torch.device) -> 
         hidden = operations.add_linear(begun.clone(), inputs, packed, then=Next(told, norm))
         product = operations.linear(hidden, asked, norm=norm)
         assert torch.equal(product, operations.linear(hidden, asked, norm=norm))
+
+
+def test_tiles_that_are_no_whole_blocks_leave_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a launch sums up what the next product takes."""
+    small = Tiling(block_n=32, block_k=64, splits=1, warps=4, stages=2)
+    monkeypatch.setattr(ops_cuda, "tiling_for", lambda *_, **__: small)
+    shape = KVShape(layers=1, heads=2, head_dim=16)
+    model = SimpleNamespace(kv_shape=shape, query_heads=4, dtype=torch.bfloat16, device=device)
+    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
+    up, down = made(Linear, 256, 128, device, 1), made(Int4Linear, 128, 128, device, 2)
+    hidden = random(2, 128, dtype=torch.bfloat16, device=device, seed=3)
+    norm = Norm(torch.ones(128, device=device), None, 1e-5)
+    result = operations.feed_forward(hidden, up, down, norm=norm, gated=True, add=False)
+    activated = operations.linear_swiglu(hidden, up, norm=norm)
+    assert torch.equal(result, operations.linear(activated, down))
