@@ -5,6 +5,12 @@ import struct
 from triton_models.engine.blocks import PADDING_BLOCK, BlockManager
 from triton_models.engine.sequence import Sequence
 
+_NUMBER = 4
+"""Bytes of a number in a key."""
+
+_MOST_TAILS = 64
+"""Behind one parent, so that few are looked at: short conversations have the padding block for theirs."""
+
 
 class PrefixCache:
     """Shares full blocks among sequences that begin with the same tokens.
@@ -18,8 +24,10 @@ class PrefixCache:
       block also holds all blocks before it. The block manager evicts in order of release, and within one
       release from the end, so a parent outlives its children. If another sequence registered the same tokens
       first, the later one's blocks from there on stay unregistered.
-    * The last block of a sequence is not full, and is written while the sequence goes on. Once it stops,
-      others can find that block by all of its tokens (`tail`), and copy it, if both requests share theirs.
+    * The last block of a sequence is not full, and is written while the sequence goes on. Once it stops, one
+      that begins with all of its tokens finds that block, too, its tail (`tail`). The next turn of a
+      conversation takes it and writes on in it; a request with `shares_tail`, beside which others may want
+      it, has it copied.
     * With a request's `prefix_cache` False, blocks are neither looked up nor registered.
     * While log-probabilities or logits of a sequence's prompt are still to be reported, nothing is looked up
       for it: they can only be had by computing the prompt.
@@ -32,11 +40,13 @@ class PrefixCache:
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         """Each block's parent (the block before it; the padding block for the first) and its tokens, packed:
-        those of a full block, or the fewer ones of a tail.
+        those of a full block, or the fewer ones of a tail, which `_tails` has instead of `_known`.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
         block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
         """
+        self._tails: dict[int, list[int]] = {}
+        """Of each parent, the newest tails behind it, oldest first."""
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
         """For each running sequence that uses the cache: how many of its first blocks are registered."""
@@ -71,14 +81,35 @@ class PrefixCache:
             self._registered[sequence] = len(sequence.blocks)
             sequence.computed = len(sequence.blocks) * self._blocks.block_size
 
-    def tail(self, sequence: Sequence) -> int | None:
-        """Return a block with all the tokens of a starting sequence but the newest, behind those it found.
+    def tail(self, sequence: Sequence) -> tuple[int, int] | None:
+        """Return the longest tail with which a starting sequence goes on behind the blocks that it found.
 
-        Nobody holds the block: it is to be copied by the step that is being scheduled.
+        All of a tail's tokens, or all but the last, which may be a stop id that the next turn does not have,
+        are the sequence's; at least its newest is left to compute. So nobody takes a tail of which they need
+        only the beginning.
+
+        Returns:
+            The block, which nobody holds, and how many of its tokens are the sequence's: it is to be taken,
+            or copied by the step that is being scheduled. None: there is none.
         """
-        if not sequence.request.shares_tail or sequence not in self._registered or sequence.unscored:
+        if sequence not in self._registered or sequence.unscored:
             return None
-        return self._known.get(self._tail_key(sequence, len(sequence.blocks), len(sequence.tokens) - 1))
+        full, size = len(sequence.blocks), self._blocks.block_size
+        wanted = self._tail_key(sequence, full, min(len(sequence.tokens), (full + 1) * size) - 1)
+        best, longest = None, _NUMBER
+        for block in self._tails.get(_parent(wanted), ()):
+            key = self._keys[block]
+            length = len(key) if wanted.startswith(key) else len(key) - _NUMBER
+            if length > longest and wanted.startswith(key[:length]):
+                best, longest = block, length
+        return None if best is None else (best, longest // _NUMBER - 1)
+
+    def take(self, sequence: Sequence, tail: int) -> None:
+        """Give a starting sequence a tail, to write on in it."""
+        self._forget(tail)
+        self._blocks.retain([tail])
+        self._blocks.discard(tail)
+        sequence.blocks.append(tail)
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Register the full blocks among the first `computed` tokens of a running sequence.
@@ -104,23 +135,27 @@ class PrefixCache:
     def stop(self, sequence: Sequence, computed: int) -> None:
         """Forget a sequence that stops running, `computed` of whose known tokens were.
 
-        Its registered blocks stay, and so does its tail if it is shared.
+        Its registered blocks stay, and so does its tail.
         """
         self.register(sequence, computed)
         full = self._registered.pop(sequence, None)
-        if full is None or not sequence.request.shares_tail or not computed % self._blocks.block_size:
+        if full is None or not computed % self._blocks.block_size:
             return
         key = self._tail_key(sequence, full, computed)
-        if key not in self._known:
-            self._known[key] = block = sequence.blocks[full]
-            self._keys[block] = key
-            self._blocks.keep(block)
+        tails = self._tails.setdefault(_parent(key), [])
+        if any(self._keys[block] == key for block in tails):
+            return
+        if len(tails) == _MOST_TAILS:
+            self._drop(tails[0])
+        block = sequence.blocks[full]
+        tails.append(block)
+        self._keys[block] = key
+        self._blocks.keep(block)
 
     def clear(self) -> None:
         """Forget every block, since what is in some of them cannot be trusted."""
         for block in list(self._keys):
-            self._forget(block)
-            self._blocks.discard(block)
+            self._drop(block)
         self._registered.clear()
 
     def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
@@ -152,5 +187,20 @@ class PrefixCache:
             parent = block
         return found
 
+    def _drop(self, block: int) -> None:
+        self._forget(block)
+        self._blocks.discard(block)
+
     def _forget(self, block: int) -> None:
-        del self._known[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        if self._known.pop(key, None) is not None:
+            return
+        parent = _parent(key)
+        tails = self._tails[parent]
+        tails.remove(block)
+        if not tails:
+            del self._tails[parent]
+
+
+def _parent(key: bytes) -> int:
+    return int.from_bytes(key[:_NUMBER], "little")

@@ -418,16 +418,25 @@ class Scheduler:
         self._blocks.retain(found)
         sequence.blocks = found
         self._prefixes.start(sequence)
+        self._take_blocks(sequence, needed - self._take_tail(sequence, step), step)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
-        tail = self._prefixes.tail(sequence)
-        self._take_blocks(sequence, needed, step)
-        if tail is not None:
-            copy = sequence.blocks[-needed]
-            step.new_blocks.remove(copy)
-            step.copies.append((tail, copy))
-            sequence.computed = len(sequence.tokens) - 1
         return sequence
+
+    def _take_tail(self, sequence: Sequence, step: Step) -> bool:
+        """Give a starting sequence the block that goes on where those that it found end, if it is there."""
+        found = self._prefixes.tail(sequence)
+        if found is None:
+            return False
+        tail, tokens = found
+        sequence.computed += tokens
+        if sequence.request.shares_tail:
+            (copy,) = self._blocks.allocate(1)
+            sequence.blocks.append(copy)
+            step.copies.append((tail, copy))
+        else:
+            self._prefixes.take(sequence, tail)
+        return True
 
     def _preempt(self, victim: Sequence, step: Step) -> None:
         self._stop_running(victim)

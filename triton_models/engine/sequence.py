@@ -66,8 +66,8 @@ class Request:
     this many most likely ones; for this the whole prompt is computed, whatever is cached. None: none.
     `logits`: the same for the logits of all of the prompt's tokens; not both.
     `since`: the time in monotonic seconds at which the request came that this one goes on for: it has that
-    one's rank, and is not refused for want of a place. None: it is new. `shares_tail`: what fills no block of
-    its keys and values is shared, too, with others of which this is said.
+    one's rank, and is not refused for want of a place. None: it is new. `shares_tail`: others are likely to
+    begin with the same tokens, so a block that these do not fill is copied for it, not taken.
     """
 
     request_id: str

@@ -166,7 +166,7 @@ def test_a_token_in_flight_registers_nothing() -> None:
     table.end(first)
     second = table.add([*range(6), 9, 9, 9])
     table.step()
-    assert second.cached_tokens == 4
+    assert second.cached_tokens == 7
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
@@ -235,15 +235,15 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert younger.cached_tokens == 0
 
 
-@pytest.mark.parametrize(("token", "found"), [(1, 8), (2, 4), (3, 8)])
+@pytest.mark.parametrize(("token", "found"), [(1, 12), (2, 4), (3, 8)])
 def test_blocks_are_evicted_from_the_end_of_the_text_that_rested_longest(token: int, found: int) -> None:
-    table = Table(blocks=6)
-    table.finish(table.add([1] * 9, count=1))
-    table.finish(table.add([2] * 9, count=1))
-    table.finish(table.add([1] * 9, count=1))
-    assert (len(table.blocks._cached), len(table.blocks._free)) == (4, 2)
+    table = Table(blocks=8)
+    table.finish(table.add([1] * 13, count=1))
+    table.finish(table.add([2] * 13, count=1))
+    table.finish(table.add([1] * 13, count=1))
+    assert (len(table.blocks._cached), len(table.blocks._free)) == (8, 0), "three each, and a tail"
     table.finish(table.add([3] * 9, count=1))
-    each = table.add([token] * 9)
+    each = table.add([token] * (9 if token == 3 else 13))
     table.step()
     assert each.cached_tokens == found
 
@@ -300,23 +300,85 @@ def test_what_fills_no_block_is_shared_as_a_tail() -> None:
     assert table.blocks.references(source) == 0
 
 
-@pytest.mark.parametrize(("writer", "finder"), [(False, True), (True, False), (False, False)])
-def test_who_shares_no_tail_makes_no_copies(*, writer: bool, finder: bool) -> None:
+def test_the_next_turn_takes_the_tail_and_writes_on() -> None:
     table = Table()
-    table.finish(table.add(range(11), count=1, tail=writer))
-    table.add([*range(11), 50], tail=finder)
+    first = table.add(range(8), count=7)
+    while first.generated < 6:
+        table.step()
+    held = list(first.blocks)
+    table.finish(first)
+    second = table.add([*range(8), *[9] * 7, 1, 2, 3])
+    step = table.scheduler.schedule()
+    # The seventh token of the answer was never computed.
+    assert (work(step), second.cached_tokens) == ({"1": (14, 18)}, 14)
+    assert second.blocks[:4] == held
+    assert (step.copies, step.new_blocks) == ([], second.blocks[4:])
+    assert table.blocks.used == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [
+        ([*range(11), 50], 11),
+        # The last token may be a stop id.
+        ([*range(10), 50, 51], 10),
+        ([*range(10), 50], 10),
+        # So much can be computed again; who began with all of it would not find it any more.
+        ([*range(9), 50, 51], 8),
+        (range(10), 8),
+    ],
+)
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_tail_is_for_who_begins_with_all_of_it(prompt: Tokens[int], begins: int, *, copied: bool) -> None:
+    table = Table()
+    table.finish(table.add(range(11), count=1))
+    table.add(prompt, tail=copied)
     step = table.step()
-    assert (work(step), step.copies) == ({"1": (8, 12)}, [])
+    assert work(step) == {"1": (begins, len(prompt))}
+    assert len(step.copies) == (copied and begins > 8)
 
 
-def test_what_is_in_a_tail_is_as_long_as_what_is_searched() -> None:
+def test_of_two_that_want_one_tail_the_first_gets_it() -> None:
     table = Table()
-    table.finish(table.add(range(11), count=1, tail=True))
-    for prompt in (range(11), range(13), [*range(10), 90, 91]):
-        each = table.add(prompt, count=1, tail=True)
-        step = table.step()
-        assert step.copies == []
-        assert work(step)[each.request.request_id][0] == 8 or each.computed > 8
+    table.finish(table.add(range(11), count=1))
+    turns = [table.add([*range(11), token]) for token in (50, 51)]
+    assert work(table.step()) == {"1": (11, 12), "2": (8, 12)}
+    for each in turns:
+        table.finish(each)
+    # Both left tails: each finds its own.
+    for token in (50, 51):
+        each = table.add([*range(11), token, *[9] * 4, 1])
+        table.finish(each)
+        assert each.cached_tokens == 15
+
+
+def test_the_longest_of_several_tails_is_taken() -> None:
+    table = Table()
+    for length in (9, 11, 10):
+        table.finish(table.add(range(length), count=1, tail=True))
+    table.add(range(20))
+    assert work(table.step()) == {"3": (11, 20)}
+
+
+def test_a_tail_is_only_kept_while_there_is_room() -> None:
+    table = Table(blocks=3)
+    table.finish(table.add(range(3), count=1))
+    table.finish(table.add(range(50, 62), count=1))
+    assert table.scheduler._prefixes._tails == {}
+    table.add(range(4), count=1)
+    assert work(table.step()) == {"2": (0, 4)}
+
+
+def test_of_many_short_texts_the_newest_leave_tails() -> None:
+    table = Table(blocks=200)
+    for token in range(70):
+        table.finish(table.add([token, 1], count=1))
+    assert len(table.scheduler._prefixes._keys) == 64
+    assert table.blocks.available == table.blocks.blocks == len(table.blocks._free) + 64
+    found = [table.add([token, 1, 2], count=1) for token in (5, 6, 69)]
+    for each in found:
+        table.finish(each)
+    assert [each.cached_tokens for each in found] == [0, 2, 2]
 
 
 class CountedKeys:
@@ -346,7 +408,7 @@ def test_a_long_conversation_that_waits_for_room_is_not_looked_up_anew_in_each_s
     assert waiting.state is SequenceState.WAITING
     table.finish(holder)
     table.step()
-    assert waiting.cached_tokens == 32
+    assert waiting.cached_tokens == 33
 
 
 def test_what_was_evicted_while_one_waited_is_not_found() -> None:

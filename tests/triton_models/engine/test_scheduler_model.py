@@ -196,10 +196,15 @@ class SchedulerModel(RuleBasedStateMachine):
             if each.state is SequenceState.DECODE
             and not (each.in_flight and each.generated + 1 >= each.max_tokens)
         ]
+        tails = {tail for found in self.scheduler._prefixes._tails.values() for tail in found}
         batch = self.scheduler.schedule()
         self.seen["steps"] += 1
         self.seen["preemptions"] += batch.preemptions
         self.seen["copies"] += len(batch.copies)
+        self.seen["taken"] += sum(
+            chunk.start % BLOCK_SIZE > 0 and chunk.sequence.blocks[chunk.start // BLOCK_SIZE] in tails
+            for chunk in batch.prefills
+        )
         self.check(batch, running, decoding)
         sampled = self.device.compute(batch)
         batch.advance()
@@ -300,3 +305,4 @@ def test_every_history_keeps_the_rules() -> None:
     assert SchedulerModel.seen["guesses"] > 1000
     assert SchedulerModel.seen["waits"] > 100
     assert SchedulerModel.seen["copies"] > 10
+    assert SchedulerModel.seen["taken"] > 100

@@ -38,8 +38,8 @@ def test_the_outputs_tell_how_much_of_the_prompt_was_found() -> None:
     model.steps.clear()
     engine.add(request("second", [*prompt, *answer, 1, 2]))
     outputs = run(engine)["second"]
-    assert model.steps[0] == [12, 13, 14, 15, 16]
-    assert {each.cached_tokens for each in outputs} == {12}
+    assert model.steps[0] == [14, 15, 16]
+    assert {each.cached_tokens for each in outputs} == {14}
     assert ids(outputs) == continuation([*prompt, *answer, 1, 2], 8)
 
 
