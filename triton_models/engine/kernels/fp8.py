@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_models.engine.kernels.early import early, wait_for_inputs
+from triton_models.engine.kernels.early import early, let_next_begin, prefetch, wait_for_inputs
 from triton_models.engine.kernels.elementwise import norm_row, norm_warps, silu_times, swiglu
 from triton_models.engine.kernels.linear import Tiling, combine, finish, launch, splits_for
 from triton_models.engine.kernels.rows import SCALED_BLOCK, load_marks
@@ -34,6 +34,8 @@ _WARPS = 8
 _SCALED_ROWS = 768
 """The fewest rows for which the library's product with scales of rows is taken, on Hopper: with 512 it is the
 slower one, with 1,024 the faster."""
+_PREFETCHED: tl.constexpr = tl.constexpr(2)
+"""Parts of a program's weights that come while its rows are rounded."""
 _SCALED_BLOCK = 1024
 _GATE_WARPS = 16
 _HOPPER = (9, 0)
@@ -277,7 +279,6 @@ def _fp8(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    wait_for_inputs()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
@@ -291,6 +292,13 @@ def _fp8(
     weight_row = weight + row[:, None] * KEYS
     here = (m < rows)[None, :]
     steps: tl.constexpr = (KEYS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
+    if not BLOCKED:
+        begins = (split * steps + tl.arange(0, _PREFETCHED)) * BLOCK_K
+        first = weight_row + tl.minimum(begins, KEYS - 1)[None, :]
+        prefetch(first)
+        if GATED:
+            prefetch(first + OUTPUTS * KEYS)
+    wait_for_inputs()
     x_scale = m
     if BLOCKED:
         x_scale = load_marks(x_scales, m, split * steps, KEYS, BLOCK_K)
@@ -436,6 +444,7 @@ def store_row(part, numbers, scale_at, k, KEYS: tl.constexpr):
 
 @triton.jit
 def _quantise_rows(x, weight, bias, eps, numbers, scales, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    let_next_begin()
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
