@@ -2,11 +2,8 @@
 
 An answer that must consist of calls is a JSON list of them there: `[{"name": N, "arguments": {...}}, ...]`.
 That is what vLLM's own server asks of models, too: https://docs.vllm.ai/en/latest/features/tool_calling/.
-Calls among text are the JSON behind marks, as xgrammar's structural tags say it:
-https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -42,28 +39,6 @@ def list_schema(calls: ToolCalls) -> dict[str, Any]:
         )
     most = {"maxItems": 1} if calls.single else {}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": items}, _DEFINITIONS: definitions}
-
-
-def structural_tag(calls: ToolCalls) -> dict[str, Any]:
-    """Return the structural tag of calls among text; those of tools that are not strict have any arguments.
-
-    In its older form, which all releases read.
-
-    Raises:
-        ValueError: the calls have no marks.
-    """
-    if calls.marks is None:
-        raise ValueError("calls among text stand within marks")
-    begin, end = calls.marks
-    tags = [
-        {
-            "begin": f'{begin}\n{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ',
-            "schema": {"type": "object", **tool.parameters} if tool.strict else {"type": "object"},
-            "end": f"}}\n{end}",
-        }
-        for tool in calls.tools
-    ]
-    return {"type": "structural_tag", "structures": tags, "triggers": [begin]}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -50,11 +50,13 @@ class Served:
 
     Attributes:
         tokenizer: its own.
+        checkpoint: its folder.
     """
 
     triton: StockServer
     gateway: ServeProcess
     tokenizer: Tokenizer
+    checkpoint: Path
 
     def finished(self, reason: str) -> float:
         """Return how many requests the engine ended for this reason."""
@@ -126,7 +128,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         gateway = ServeProcess(triton.grpc, "--tokenizers", str(folder / "checkpoint"))
         running = engines()
         try:
-            yield Served(triton, gateway, tokenizer)
+            yield Served(triton, gateway, tokenizer, folder / "checkpoint")
         finally:
             gateway.close()
     assert len(running) == 1

@@ -1,13 +1,16 @@
 """Calls that the real vLLM is made to write, of random weights at the highest temperature."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from tests.vllm.checkpoint import CALL
+from tests.e2e.serve_process import ServeProcess
+from tests.vllm.checkpoint import CALL, TEMPLATE
 from tests.vllm.conftest import Served
 from tests.vllm.test_answers import say
 
@@ -89,3 +92,36 @@ async def test_a_strict_call_comes_among_text(sdk: openai.AsyncOpenAI, served: S
     assert choice.finish_reason == "tool_calls"
     assert not choice.message.content
     check(choice.message.tool_calls)
+
+
+@pytest.mark.parametrize("mark", ["<parameter=", "<arg_key>"])
+@pytest.mark.parametrize("thinks", [False, True])
+async def test_strict_calls_without_quotes(
+    served: Served, tmp_path: Path, mark: str, *, thinks: bool
+) -> None:
+    """Of templates that give away Qwen3-Coder and GLM-4.5, and reasoning, which then comes first."""
+    folder = shutil.copytree(served.checkpoint, tmp_path / "checkpoint")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    notes = mark + " <think> </think>" * thinks
+    settings["chat_template"] = "{# " + notes + " #}" + TEMPLATE.replace(CALL, "") + "<think>" * thinks
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    strict: Any = [{"type": "function", "function": {**each["function"], "strict": True}} for each in TOOLS]
+    forced = str(served.tokenizer.token_to_id(CALL))
+    asked: Any = {"model": "llama", "messages": say(), "tools": strict[1:], "temperature": 2, "seed": 1}
+    asked |= {"logit_bias": {forced: 100}, "parallel_tool_calls": False, "max_tokens": 400}
+    gateway = ServeProcess(served.triton.grpc, "--tokenizers", str(folder))
+    try:
+        async with gateway.sdk() as sdk:
+            (choice,) = (await sdk.chat.completions.create(**asked)).choices
+            if thinks:
+                # The mark that is forced is one of the reasoning's text, and stays there.
+                assert choice.finish_reason == "length"
+                assert CALL in choice.message.model_extra["reasoning_content"]
+            else:
+                assert choice.finish_reason == "tool_calls"
+                check(choice.message.tool_calls)
+            # Of several tools with more in them, too, the grammar is one that vLLM takes.
+            asked |= {"tools": strict, "max_tokens": 5}
+            await sdk.chat.completions.create(**asked)
+    finally:
+        gateway.close()

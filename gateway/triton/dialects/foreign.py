@@ -9,11 +9,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
 from gateway.chat.call_list import list_schema
+from gateway.chat.call_tags import UnenforceableError, structural_tag
 from gateway.chat.conversation import call_rules
 from gateway.core.request import (
     Conversation,
@@ -30,6 +31,7 @@ from gateway.errors import InvalidRequestError
 from gateway.triton.dialects.base import AnswerDecoder, Dialect, Embedder, ModelReport, Request
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt
 from gateway.triton.dialects.tensors import DEFAULTS
+from wire.grammar import ToolCalls
 
 _COUNTS_PROMPT: Final = "return_num_input_tokens"
 """The input by which backends report the number of a prompt's tokens."""
@@ -85,7 +87,7 @@ class Contract:
     adapters: bool = False
     """It applies LoRA adapters by their names."""
     tags: bool = False
-    """It holds what stands within marks to a schema, wherever they come in an answer."""
+    """It knows xgrammar's structural tags: it holds calls to schemas wherever they come in an answer."""
     streams: bool | None = True
     """As in `Dialect`."""
 
@@ -105,7 +107,7 @@ class Contract:
 
         def rendered(generation: Generation) -> Generation:
             prompt = self.prompt(generation, inputs, model)
-            return _constrained(generation, prompt, model.call_marks if self.tags else None)
+            return _constrained(generation, prompt, model if self.tags else None)
 
         async def prepare(generation: Generation, _report: ModelReport) -> Generation:
             refuse_others(generation, self.supported)
@@ -190,13 +192,13 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
         raise InvalidRequestError("The model's backend generates at least one token.", param="max_tokens")
 
 
-def _constrained(generation: Generation, prompt: RenderedPrompt, marks: tuple[str, str] | None) -> Generation:
+def _constrained(generation: Generation, prompt: RenderedPrompt, model: ModelText | None) -> Generation:
     """Return a generation for `prompt`, with what its answer is held to.
 
     Args:
         generation: the request.
         prompt: what was made of its prompt.
-        marks: within which the backend enforces calls wherever they come; None: it cannot.
+        model: how its calls and its reasoning are written; None: the backend knows no structural tags.
 
     Raises:
         InvalidRequestError: the answer may also be, or begins with, what a grammar of all of it would forbid.
@@ -211,16 +213,27 @@ def _constrained(generation: Generation, prompt: RenderedPrompt, marks: tuple[st
             grammar = Grammar(kind="json_schema", text=text, field=offer.choice_field)
         elif grammar is not None:
             raise grammar_forbids_calls(grammar)
-        elif marks is None:
-            raise strict_needs_choice(offer)
         else:
-            prompt = dataclasses.replace(prompt, tagged=replace(rules, marks=marks))
+            prompt = dataclasses.replace(prompt, tagged=_tag(rules, offer, model, prompt))
     return replace(
         generation,
         prompt=prompt,
         grammar=grammar,
         show_special=generation.show_special or prompt.show_special,
     )
+
+
+def _tag(
+    calls: ToolCalls, offer: ToolOffer, model: ModelText | None, prompt: RenderedPrompt
+) -> dict[str, Any]:
+    if model is None or model.call_form is None:
+        raise strict_needs_choice(offer)
+    try:
+        return structural_tag(calls, model.call_form, model.reasoning(prompt))
+    except UnenforceableError as error:
+        place = next(tool.place for tool in offer.tools if tool.name == error.tool)
+        message = f"{error}: leave it out, or 'strict'."
+        raise InvalidRequestError(message, param=offer.schema_field.format(place)) from error
 
 
 def strict_needs_choice(offer: ToolOffer) -> InvalidRequestError:

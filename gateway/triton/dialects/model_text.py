@@ -10,11 +10,13 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from gateway.chat.call_tags import FORMS, CallForm
 from gateway.chat.conversation import callable_names, last_calls
 from gateway.chat.guards import unguarded
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CALL_LIST, CallStyle, style_of
 from gateway.chat.templates import ChatTemplate, Folder, TemplateError
+from gateway.chat.value_types import referred, types_of
 from gateway.chat.vocabulary import Vocabulary, VocabularyError
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, ToolOffer, images_in
 from gateway.core.upstream import Tokenization, Tokens
@@ -61,8 +63,8 @@ class RenderedPrompt(PlainText):
     """The answer must be a list of calls (`gateway.chat.call_list`)."""
     grammar: Grammar | None = None
     """Of the answer, as our own engine takes it."""
-    tagged: ToolCalls | None = None
-    """The calls that are enforced among text, within marks."""
+    tagged: Mapping[str, Any] | None = None
+    """The structural tag by which calls are enforced wherever they come (`gateway.chat.call_tags`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,14 @@ class ModelText:
         marks = None if self.style is None else self.style.enforced
         return None if marks is None or not self.special.isdisjoint(marks) else marks
 
+    @property
+    def call_form(self) -> CallForm | None:
+        """How its calls are written, where structural tags can hold them to schemas; None: they cannot."""
+        form = None if self.style is None else FORMS.get(self.style.name)
+        if form is None or any(mark in text for mark in self.special for text in form.texts):
+            return None
+        return form
+
     def held(self, rules: ToolCalls) -> ToolCalls | None:
         """Return calls that may come among text, in the notation that a grammar can hold it to, if any."""
         style = self.style
@@ -171,9 +181,12 @@ class ModelText:
 
         Nothing comes where the prompt has ended it: so templates switch reasoning off.
         """
+        return self.reasoning(prompt) if self.special.isdisjoint(self.marks) else None
+
+    def reasoning(self, prompt: RenderedPrompt) -> Reasoning | None:
+        """Return the reasoning with which an answer may begin, if it may."""
         begin, end = self.marks
-        special = not self.special.isdisjoint(self.marks)
-        if not prompt.thinks or special or prompt.text.rstrip().endswith(end):
+        if not prompt.thinks or prompt.text.rstrip().endswith(end):
             return None
         return Reasoning(begin=begin, end=end, begun=prompt.thinking)
 
@@ -322,18 +335,10 @@ def _marks_of(style: CallStyle) -> set[str]:
 
 
 def _strings_of(tool: Tool) -> dict[str, bool]:
-    properties = tool.parameters.get("properties")
+    root = tool.parameters
+    found = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
+    properties = found.get("properties") if isinstance(found, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
-    types = {name: _types_of(schema) for name, schema in properties.items()}
+    types = {name: types_of(schema, root) for name, schema in properties.items()}
     return {name: "null" in each for name, each in types.items() if each - {"null"} == {"string"}}
-
-
-def _types_of(schema: Any) -> set[str]:
-    """Return the names of the types that a schema lets a value have; an empty one where it does not say."""
-    if not isinstance(schema, Mapping):
-        return {""}
-    if isinstance(options := schema.get("anyOf", schema.get("oneOf")), list):
-        return {each for option in options for each in _types_of(option)}
-    types = schema.get("type", "")
-    return {str(each) for each in (types if isinstance(types, list) else [types])}

@@ -10,7 +10,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from gateway.chat.call_list import structural_tag
 from gateway.core.events import TokenLogprob, TopLogprob
 from gateway.core.request import Generation, Grammar
 from gateway.errors import InvalidRequestError
@@ -75,7 +74,7 @@ def _parameters(generation: Generation, prompt: RenderedPrompt, inputs: Collecti
         parameters["logit_bias"] = {str(id_): bias for id_, bias in generation.logit_bias.items()}
     structured = None if generation.grammar is None else _structured(generation.grammar)
     if prompt.tagged is not None:
-        structured = {"structural_tag": json.dumps(structural_tag(prompt.tagged), ensure_ascii=False)}
+        structured = {"structural_tag": json.dumps(prompt.tagged, ensure_ascii=False)}
     if structured is not None:
         # Renamed in the release that began to embed, 25.11: each takes its own name only.
         name = "structured_outputs" if embeddings.REQUEST in inputs else "guided_decoding"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chat.call_list import list_schema, structural_tag
+from gateway.chat.call_list import list_schema
 from gateway.chat.marked import MarkedText
 from gateway.chat.styles import CALL_LIST
 from gateway.core.events import CallPart, Piece, joined_pieces
@@ -68,18 +68,6 @@ def test_references_are_to_their_own_tools_schema() -> None:
     assert not allows(made, call("rest", at={"x": 1}))
     assert not allows(made, call("tree", next={"other": {}}))
     assert allows(made, call("go", at={"x": 1}, **{"$ref": {"$ref": "#/$defs/point"}}))
-
-
-def test_calls_among_text_are_tags() -> None:
-    tools = [CallableTool("go", PLACE, strict=True), CallableTool("wait", PLACE)]
-    tag = structural_tag(ToolCalls(tools=tools, marks=("<call>", "</call>")))
-    assert (tag["type"], tag["triggers"]) == ("structural_tag", ["<call>"])
-    go, wait = tag["structures"]
-    written = f"{go['begin']}{{}}{go['end']}"
-    assert json.loads(written.removeprefix("<call>").removesuffix("</call>")) == call("go")
-    assert (go["schema"], wait["schema"]) == (PLACE, {"type": "object"})
-    with pytest.raises(ValueError, match="within marks"):
-        structural_tag(ToolCalls(tools=tools))
 
 
 LIST = [call("go", at={"x": 1}, note='"}], ["'), call("wait"), call("go", at={"x": -2})]

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import threading
 import time
 import zipfile
@@ -208,6 +209,55 @@ async def test_only_a_model_with_an_input_for_images_gets_them() -> None:
     assert refused.value.param == "f"
 
 
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("switch", [None, {}, {"enable_thinking": True}, {"enable_thinking": False}])
+async def test_what_holds_calls_among_text_to_schemas(style: str, switch: dict[str, bool] | None) -> None:
+    written = replace(model(), style=STYLES[style], thinks=switch is not None)
+    strict = ToolOffer(tools=(replace(WEATHER, strict=True), replace(WEATHER, name="time")), field="tools")
+    dialect = vllm.CONTRACT.dialect(frozenset({"text_input", "sampling_parameters"}), written)
+    assert dialect.prepare is not None
+    asked = generation(talk(offer=strict, switches=switch or {}))
+    if style not in {"hermes", "qwen3coder", "glm45"}:
+        with pytest.raises(InvalidRequestError, match="leave out 'strict'") as refused:
+            await dialect.prepare(asked, ModelReport())
+        assert refused.value.param == "tools"
+        return
+    request = dialect.request(await dialect.prepare(asked, ModelReport()), ModelReport(), 1.0)
+    given = {each.name: raw for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
+    parameters = json.loads(given["sampling_parameters"][4:])
+    tag = json.loads(json.loads(parameters["guided_decoding"])["structural_tag"])
+    may_reason = switch in ({}, {"enable_thinking": True})
+    assert ("structures" in tag) == (style == "hermes" and not may_reason)
+    assert ("</think>" in str(tag)) == may_reason
+    assert ("optional" in str(tag)) == (switch == {})
+    assert all(name in str(tag) for name in ("weather", "time"))
+
+
+async def test_a_schema_that_no_tag_enforces_is_named() -> None:
+    written = replace(model("{{ messages[0].content }}"), style=STYLES["glm45"])
+    schema = {"properties": {"a": {"type": "string", "maxLength": 3}}}
+    tools = (
+        replace(WEATHER, strict=True),
+        Tool(name="x", description=None, parameters=schema, strict=True, place=7),
+    )
+    prepare = vllm.CONTRACT.dialect(frozenset(), written).prepare
+    assert prepare is not None
+    with pytest.raises(InvalidRequestError, match="'maxLength' of 'a'") as refused:
+        await prepare(generation(talk(offer=ToolOffer(tools=tools))), ModelReport())
+    assert refused.value.param == "tools.7.function.parameters"
+
+
+@pytest.mark.parametrize("style", ["hermes", "qwen3coder", "glm45"])
+async def test_no_tag_is_made_of_special_tokens(style: str) -> None:
+    special = frozenset({"<tool_call>", "</tool_call>"})
+    written = replace(model("{{ messages[0].content }}"), style=STYLES[style], special=special)
+    strict = ToolOffer(tools=(replace(WEATHER, strict=True),), field="tools")
+    prepare = vllm.CONTRACT.dialect(frozenset(), written).prepare
+    assert prepare is not None
+    with pytest.raises(InvalidRequestError, match="leave out 'strict'"):
+        await prepare(generation(talk(offer=strict)), ModelReport())
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_conversation_is_also_counted_up_to_where_the_answer_begins(exact: bool) -> None:
     text = model("{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}")
@@ -227,8 +277,12 @@ def test_the_parameters_that_are_strings_are_known() -> None:
         "f": {"type": ["string", "integer"]},
         "g": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/G"}]},
         "h": {"type": "null"},
+        "i": {"enum": ["1", "2"]},
+        "j": {"const": "3"},
+        "k": {"enum": ["1", 1]},
+        "l": {"const": 3},
     }
-    strings = {"a": False, "b": True, "e": True}
+    strings = {"a": False, "b": True, "e": True, "i": False, "j": False}
     tools = (replace(WEATHER, parameters={"properties": properties}), replace(WEATHER, name="time"))
     assert model().render(talk(offer=ToolOffer(tools=tools))).strings == {"weather": strings, "time": {}}
 
