@@ -8,9 +8,6 @@ from triton_models.engine.sequence import Sequence
 _NUMBER = 4
 """Bytes of a number in a key."""
 
-_MOST_TAILS = 64
-"""Behind one parent, so that few are looked at: short conversations have the padding block for theirs."""
-
 
 class PrefixCache:
     """Shares full blocks among sequences that begin with the same tokens.
@@ -40,13 +37,13 @@ class PrefixCache:
         self._known: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         """Each block's parent (the block before it; the padding block for the first) and its tokens, packed:
-        those of a full block, or the fewer ones of a tail, which `_tails` has instead of `_known`.
+        those of a full block, or the fewer ones of a tail.
 
         Keys and values depend on every token before, so the same tokens after another parent are another
         block. A parent is never forgotten before its children, so its number stands for all tokens up to it.
         """
-        self._tails: dict[int, list[int]] = {}
-        """Of each parent, the newest tails behind it, oldest first."""
+        self._begun: dict[bytes, int] = {}
+        """The newest tail with each key, but for the last token in it."""
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
         """For each running sequence that uses the cache: how many of its first blocks are registered."""
@@ -96,13 +93,12 @@ class PrefixCache:
             return None
         full, size = len(sequence.blocks), self._blocks.block_size
         wanted = self._tail_key(sequence, full, min(len(sequence.tokens), (full + 1) * size) - 1)
-        best, longest = None, _NUMBER
-        for block in self._tails.get(_parent(wanted), ()):
-            key = self._keys[block]
-            length = len(key) if wanted.startswith(key) else len(key) - _NUMBER
-            if length > longest and wanted.startswith(key[:length]):
-                best, longest = block, length
-        return None if best is None else (best, longest // _NUMBER - 1)
+        for end in range(len(wanted), _NUMBER, -_NUMBER):
+            begin = wanted[:end]
+            block = self._known.get(begin, self._begun.get(begin))
+            if block is not None:
+                return block, end // _NUMBER - 1
+        return None
 
     def take(self, sequence: Sequence, tail: int) -> None:
         """Give a starting sequence a tail, to write on in it."""
@@ -142,20 +138,16 @@ class PrefixCache:
         if full is None or not computed % self._blocks.block_size:
             return
         key = self._tail_key(sequence, full, computed)
-        tails = self._tails.setdefault(_parent(key), [])
-        if any(self._keys[block] == key for block in tails):
-            return
-        if len(tails) == _MOST_TAILS:
-            self._drop(tails[0])
-        block = sequence.blocks[full]
-        tails.append(block)
-        self._keys[block] = key
-        self._blocks.keep(block)
+        if key not in self._known:
+            self._known[key] = self._begun[key[:-_NUMBER]] = block = sequence.blocks[full]
+            self._keys[block] = key
+            self._blocks.keep(block)
 
     def clear(self) -> None:
         """Forget every block, since what is in some of them cannot be trusted."""
         for block in list(self._keys):
-            self._drop(block)
+            self._forget(block)
+            self._blocks.discard(block)
         self._registered.clear()
 
     def _tail_key(self, sequence: Sequence, full: int, end: int) -> bytes:
@@ -187,20 +179,8 @@ class PrefixCache:
             parent = block
         return found
 
-    def _drop(self, block: int) -> None:
-        self._forget(block)
-        self._blocks.discard(block)
-
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block)
-        if self._known.pop(key, None) is not None:
-            return
-        parent = _parent(key)
-        tails = self._tails[parent]
-        tails.remove(block)
-        if not tails:
-            del self._tails[parent]
-
-
-def _parent(key: bytes) -> int:
-    return int.from_bytes(key[:_NUMBER], "little")
+        del self._known[key]
+        if self._begun.get(key[:-_NUMBER]) == block:
+            del self._begun[key[:-_NUMBER]]

@@ -364,21 +364,20 @@ def test_a_tail_is_only_kept_while_there_is_room() -> None:
     table = Table(blocks=3)
     table.finish(table.add(range(3), count=1))
     table.finish(table.add(range(50, 62), count=1))
-    assert table.scheduler._prefixes._tails == {}
+    assert table.scheduler._prefixes._begun == {}
     table.add(range(4), count=1)
     assert work(table.step()) == {"2": (0, 4)}
 
 
-def test_of_many_short_texts_the_newest_leave_tails() -> None:
+def test_many_short_texts_leave_tails() -> None:
     table = Table(blocks=200)
     for token in range(70):
-        table.finish(table.add([token, 1], count=1))
-    assert len(table.scheduler._prefixes._keys) == 64
-    assert table.blocks.available == table.blocks.blocks == len(table.blocks._free) + 64
-    found = [table.add([token, 1, 2], count=1) for token in (5, 6, 69)]
-    for each in found:
+        table.finish(table.add([token, 1, 1], count=1))
+    assert table.blocks.available == table.blocks.blocks == len(table.blocks._free) + 70
+    for prompt, cached in (([5, 1, 1, 2], 3), ([6, 1, 2, 2], 2), ([7, 2, 2], 0), ([69, 1, 1, 1], 3)):
+        each = table.add(prompt, count=1)
         table.finish(each)
-    assert [each.cached_tokens for each in found] == [0, 2, 2]
+        assert each.cached_tokens == cached
 
 
 class CountedKeys:

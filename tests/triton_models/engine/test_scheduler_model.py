@@ -196,7 +196,7 @@ class SchedulerModel(RuleBasedStateMachine):
             if each.state is SequenceState.DECODE
             and not (each.in_flight and each.generated + 1 >= each.max_tokens)
         ]
-        tails = {tail for found in self.scheduler._prefixes._tails.values() for tail in found}
+        tails = self.tails()
         batch = self.scheduler.schedule()
         self.seen["steps"] += 1
         self.seen["preemptions"] += batch.preemptions
@@ -209,6 +209,10 @@ class SchedulerModel(RuleBasedStateMachine):
         sampled = self.device.compute(batch)
         batch.advance()
         return sampled
+
+    def tails(self) -> set[int]:
+        keys = self.scheduler._prefixes._keys
+        return {block for block, key in keys.items() if len(key) < 4 * (1 + BLOCK_SIZE)}
 
     def check(self, batch: Step, running: list[Sequence], decoding: list[Sequence]) -> None:
         in_flight = any(each.in_flight for each in self.open)
@@ -261,6 +265,9 @@ class SchedulerModel(RuleBasedStateMachine):
             assert parent in {PADDING_BLOCK, *keys}
             assert parent == PADDING_BLOCK or self.blocks.references(parent) >= self.blocks.references(block)
         assert len(self.blocks._cached) == sum(not self.blocks.references(block) for block in keys)
+        assert self.scheduler._prefixes._known == {key: block for block, key in keys.items()}
+        assert {*self.scheduler._prefixes._begun.values()} <= self.tails()
+        assert not any(self.blocks.references(tail) for tail in self.tails())
 
     @invariant()
     def every_open_sequence_is_in_one_place(self) -> None:
