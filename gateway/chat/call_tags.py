@@ -1,4 +1,4 @@
-"""Answers of text and calls that follow schemas, as xgrammar's structural tags tell vLLM.
+"""Answers of text and calls that follow schemas, or of reasoning and a grammar: xgrammar's structural tags.
 
 https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.chat.value_types import leaf_types, leaf_values, leaves, referred
-from wire.grammar import CallableTool, Reasoning, ToolCalls
+from wire.grammar import CallableTool, GrammarKind, Reasoning, ToolCalls
 
 _NAME: Final = "\0"
 """Stands for a name, of a tool or a parameter."""
@@ -133,6 +133,33 @@ def structural_tag(calls: ToolCalls, form: CallForm, reasoning: Reasoning | None
         answer["excludes"] = [reasoning.begin, reasoning.end]
         first = _sequence(_BLANKS, _tag(reasoning.begin, _TEXT, reasoning.end))
         answer = _sequence(_optional(first), answer)
+    return {"type": "structural_tag", "format": answer}
+
+
+def behind_reasoning(kind: GrammarKind, text: str, reasoning: Reasoning) -> dict[str, Any] | None:
+    """Return the structural tag of an answer that a grammar is of once its reasoning has ended.
+
+    Args:
+        kind: of the grammar.
+        text: the grammar, as `wire.grammar.Grammar` has it.
+        reasoning: what the prompt ends within.
+
+    Returns:
+        xgrammar 0.1.25 reads it. None: there is none of such a grammar.
+    """
+    content: dict[str, Any]
+    match kind:
+        case "json_object":
+            content = {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "json_schema":
+            content = {"type": "json_schema", "json_schema": json.loads(text)}
+        case "regex":
+            content = {"type": "regex", "pattern": text}
+        case "choice":
+            content = {"type": "or", "elements": [_constant(each) for each in json.loads(text)]}
+        case _:
+            return None
+    answer = _sequence(_tag("", _TEXT, reasoning.end), _BLANKS, content)
     return {"type": "structural_tag", "format": answer}
 
 

@@ -9,6 +9,8 @@ CONTEXT = 1024
 SPECIAL = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 CALL = "<tool_call>"
 """Before a call: a token, but no special one."""
+THOUGHT = "</think>"
+"""Behind reasoning: the same."""
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
@@ -68,6 +70,6 @@ def _tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    tokenizer.add_tokens([AddedToken(CALL, special=False, normalized=False)])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (CALL, THOUGHT)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.serve_process import ServeProcess
-from tests.vllm.checkpoint import CALL, TEMPLATE
+from tests.vllm.checkpoint import CALL, TEMPLATE, THOUGHT
 from tests.vllm.conftest import Served
 from tests.vllm.test_answers import say
 
@@ -94,17 +94,22 @@ async def test_a_strict_call_comes_among_text(sdk: openai.AsyncOpenAI, served: S
     check(choice.message.tool_calls)
 
 
+def with_template(served: Served, folder: Path, template: str) -> Path:
+    """Return a copy of the checkpoint's tokenizer that has another template."""
+    copied = shutil.copytree(served.checkpoint, folder / "checkpoint")
+    settings = json.loads((copied / "tokenizer_config.json").read_text())
+    (copied / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return copied
+
+
 @pytest.mark.parametrize("mark", ["<parameter=", "<arg_key>"])
 @pytest.mark.parametrize("thinks", [False, True])
 async def test_strict_calls_without_quotes(
     served: Served, tmp_path: Path, mark: str, *, thinks: bool
 ) -> None:
     """Of templates that give away Qwen3-Coder and GLM-4.5, and reasoning, which then comes first."""
-    folder = shutil.copytree(served.checkpoint, tmp_path / "checkpoint")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    notes = mark + " <think> </think>" * thinks
-    settings["chat_template"] = "{# " + notes + " #}" + TEMPLATE.replace(CALL, "") + "<think>" * thinks
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = TEMPLATE.replace(CALL, "") + "<think>" * thinks
+    folder = with_template(served, tmp_path, "{# " + mark + THOUGHT * thinks + " #}" + template)
     strict: Any = [{"type": "function", "function": {**each["function"], "strict": True}} for each in TOOLS]
     forced = str(served.tokenizer.token_to_id(CALL))
     asked: Any = {"model": "llama", "messages": say(), "tools": strict[1:], "temperature": 2, "seed": 1}
@@ -125,3 +130,29 @@ async def test_strict_calls_without_quotes(
             await sdk.chat.completions.create(**asked)
     finally:
         gateway.close()
+
+
+@pytest.mark.parametrize("tools", [False, True])
+async def test_what_follows_reasoning_is_held_to_a_schema(
+    served: Served, tmp_path: Path, *, tools: bool
+) -> None:
+    """The prompt begins it, and its end is forced; what stands behind it comes of random weights."""
+    folder = with_template(served, tmp_path, "{# " + THOUGHT + " #}" + TEMPLATE + "<think>")
+    forced = str(served.tokenizer.token_to_id(THOUGHT))
+    asked: Any = {"model": "llama", "messages": say(), "temperature": 2, "seed": 1, "max_tokens": 400}
+    asked["logit_bias"] = {forced: 100}
+    if tools:
+        asked |= {"tools": TOOLS[1:], "tool_choice": "required", "parallel_tool_calls": False}
+    else:
+        schema = {"name": "point", "strict": True, "schema": POINT}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+    gateway = ServeProcess(served.triton.grpc, "--tokenizers", str(folder))
+    try:
+        async with gateway.sdk() as sdk:
+            (choice,) = (await sdk.chat.completions.create(**asked)).choices
+    finally:
+        gateway.close()
+    if tools:
+        check(choice.message.tool_calls)
+    else:
+        jsonschema.validate(json.loads(choice.message.content), POINT)

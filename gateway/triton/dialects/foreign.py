@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from msgspec.structs import replace
 
 from gateway.chat.call_list import list_schema
-from gateway.chat.call_tags import UnenforceableError, structural_tag
+from gateway.chat.call_tags import UnenforceableError, behind_reasoning, structural_tag
 from gateway.chat.conversation import call_rules
 from gateway.core.request import (
     Conversation,
@@ -204,8 +204,6 @@ def _constrained(generation: Generation, prompt: RenderedPrompt, model: ModelTex
         InvalidRequestError: the answer may also be, or begins with, what a grammar of all of it would forbid.
     """
     grammar, offer = generation.grammar, prompt.offer
-    if prompt.thinking and (grammar is not None or prompt.listed):
-        raise reasoning_forbids(grammar, offer)
     rules = None if offer is None else call_rules(offer, grammar)
     if offer is not None and rules is not None:
         if rules.required:
@@ -215,6 +213,12 @@ def _constrained(generation: Generation, prompt: RenderedPrompt, model: ModelTex
             raise grammar_forbids_calls(grammar)
         else:
             prompt = dataclasses.replace(prompt, tagged=_tag(rules, offer, model, prompt))
+    if grammar is not None and prompt.thinking:
+        reasoning = None if model is None else model.reasoning(prompt)
+        tag = None if reasoning is None else behind_reasoning(grammar.kind, grammar.text, reasoning)
+        if tag is None:
+            raise reasoning_forbids(grammar, offer)
+        prompt = dataclasses.replace(prompt, tagged=tag)
     return replace(
         generation,
         prompt=prompt,

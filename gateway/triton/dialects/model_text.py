@@ -64,7 +64,7 @@ class RenderedPrompt(PlainText):
     grammar: Grammar | None = None
     """Of the answer, as our own engine takes it."""
     tagged: Mapping[str, Any] | None = None
-    """The structural tag by which calls are enforced wherever they come (`gateway.chat.call_tags`)."""
+    """The structural tag that the answer is held to (`gateway.chat.call_tags`)."""
 
 
 @dataclass(frozen=True, slots=True)

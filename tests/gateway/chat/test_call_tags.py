@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import xgrammar
 
-from gateway.chat.call_tags import FORMS, UnenforceableError, structural_tag
+from gateway.chat.call_tags import FORMS, UnenforceableError, behind_reasoning, structural_tag
 from gateway.chat.marked import MarkedText
 from gateway.chat.styles import STYLES
 from gateway.core.events import CallPart, Piece, joined_pieces
-from wire.grammar import CallableTool, Reasoning, ToolCalls
+from wire.grammar import CallableTool, GrammarKind, Reasoning, ToolCalls
 
 _END = 256
 _VOCABULARY = xgrammar.TokenizerInfo(
@@ -150,6 +150,24 @@ def test_what_is_within_reasoning_is_free_and_no_call(style: str, text: str) -> 
         assert read(style, f"{before}{wrong}</think>ok", thinks=True, thinking=reasoning.begun) == []
     assert accepts(compiled(style, THINKS), right)
     assert not accepts(compiled(style, THINKS), wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "right", "wrong"),
+    [
+        ("json_object", "", '{"a": [1]}', "[1]"),
+        ("json_schema", '{"enum": [1, 2]}', "2", "3"),
+        ("regex", "a+", "aa", "ab"),
+        ("choice", '["yes", "no"]', "no", "not"),
+    ],
+)
+def test_a_grammar_is_of_what_follows_reasoning(kind: GrammarKind, text: str, right: str, wrong: str) -> None:
+    tag = _COMPILER.compile_structural_tag(json.dumps(behind_reasoning(kind, text, BEGUN)))
+    for before in ("</think>", f"so {wrong}, then {right}.\n</think>\n\n"):
+        assert accepts(tag, before + right)
+        assert not accepts(tag, before + wrong)
+    assert not accepts(tag, right)
+    assert behind_reasoning("lark", 'start: "a"', BEGUN) is None
 
 
 def test_calls_in_json_behind_reasoning() -> None:

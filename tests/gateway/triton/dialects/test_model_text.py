@@ -401,13 +401,48 @@ async def test_a_grammar_excludes_reasoning_and_calls(
     grammar = Grammar(kind="json_object", field="text.format")
     asked = Generation(request_id="r", model="m", prompt=talk(**changes), deadline=0, grammar=grammar)
     assert dialect.prepare is not None
-    if reason is None:
+    if reason is None or (backend, reason) == ("vllm", "begins with reasoning"):
         assert (await dialect.prepare(asked, ModelReport())).grammar == grammar
         return
     with pytest.raises(InvalidRequestError, match=reason) as refused:
         await dialect.prepare(asked, ModelReport())
     assert refused.value.param == "text.format"
     assert await dialect.prepare(structs.replace(asked, grammar=None), ModelReport())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "format_"),
+    [
+        ("json_object", "", {"type": "json_schema", "json_schema": {"type": "object"}}),
+        ("json_schema", '{"type": "array"}', {"type": "json_schema", "json_schema": {"type": "array"}}),
+        ("regex", "a+", {"type": "regex", "pattern": "a+"}),
+        ("choice", '["a"]', {"type": "or", "elements": [{"type": "const_string", "value": "a"}]}),
+        ("lark", 'start: "a"', None),
+        (None, "", "minItems"),
+    ],
+)
+async def test_behind_vllm_a_grammar_is_of_what_follows_begun_reasoning(
+    kind: Any, text: str, format_: Any
+) -> None:
+    contract, inputs = CONTRACTS["vllm"]
+    dialect = contract.dialect(contract.inputs | inputs, model())
+    offer = None if kind else ToolOffer(tools=(WEATHER,), choice="required")
+    asked = generation(talk(switches={"enable_thinking": True}, offer=offer))
+    if kind:
+        asked = structs.replace(asked, grammar=Grammar(kind=kind, text=text, field="f"))
+    assert dialect.prepare is not None
+    if format_ is None:
+        with pytest.raises(InvalidRequestError, match="begins with reasoning") as refused:
+            await dialect.prepare(asked, ModelReport())
+        assert refused.value.param == "f"
+        return
+    request = dialect.request(await dialect.prepare(asked, ModelReport()), ModelReport(), 1.0)
+    given = {each.name: raw for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
+    structured = json.loads(json.loads(given["sampling_parameters"][4:])["guided_decoding"])
+    assert structured.keys() == {"structural_tag"}
+    reasoning, blanks, behind = json.loads(structured["structural_tag"])["format"]["elements"]
+    assert (reasoning["end"], blanks["type"]) == ("</think>", "regex")
+    assert behind == format_ if kind else format_ in str(behind)
 
 
 def test_what_is_counted_and_shown_is_what_is_sent(tmp_path: Path) -> None:
