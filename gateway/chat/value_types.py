@@ -3,33 +3,58 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-_JSON: Final = {
-    bool: "boolean", str: "string", type(None): "null", int: "number", float: "number", list: "array",
-    dict: "object",
-}  # fmt: skip
+ANNOTATIONS: Final = frozenset(
+    {"$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples"}
+)
+"""Keywords that say nothing of a value."""
+_FOLLOWED: Final = ("$ref", "anyOf", "oneOf", "allOf")
+_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords whose values are schemas by names."""
+_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose values are no schemas, whatever they look like."""
+_MOST: Final = 256
+"""Schemas that are looked at for one value: those who have more say nothing of it."""
+_JSON: Final[Mapping[type, frozenset[str]]] = {
+    bool: frozenset({"boolean"}),
+    str: frozenset({"string"}),
+    type(None): frozenset({"null"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"integer", "number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+}
 
 
-def leaves(schema: Any, root: Any, seen: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value has one: alternatives and references are followed.
+def leaves(schema: Any, root: Any) -> list[Mapping[str, Any]]:
+    """Return the schemas of which a value has one: references and alternatives are followed, each once.
+
+    One that says more beside these is none of them itself.
 
     Args:
         schema: of the value.
         root: what references are within (`#/...`).
-        seen: references that were followed already.
     """
-    schema = schema if isinstance(schema, Mapping) else {}
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        again = reference in seen
-        yield from leaves({} if again else referred(reference, root), root, (*seen, reference))
-        return
-    for key in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(key)
-        if isinstance(options, list) and options and (key != "allOf" or len(options) == 1):
-            for option in options:
-                yield from leaves(option, root, seen)
-            return
-    yield schema
+    found: list[Mapping[str, Any]] = []
+    seen: set[str] = set()
+    waiting = [schema]
+    for _ in range(_MOST):
+        if not waiting:
+            return found or [{}]
+        node = waiting.pop()
+        node = node if isinstance(node, Mapping) else {}
+        key = next((each for each in _FOLLOWED if each in node), "")
+        target = node.get(key)
+        if not node.keys() - ANNOTATIONS - {key}:
+            if key == "$ref" and isinstance(target, str):
+                if target not in seen:
+                    waiting.append(referred(target, root))
+                    seen.add(target)
+                continue
+            if isinstance(target, list) and target and (key != "allOf" or len(target) == 1):
+                waiting += reversed(target)
+                continue
+        found.append(node)
+    return [{}]
 
 
 def types_of(schema: Any, root: Any) -> set[str]:
@@ -41,17 +66,21 @@ def leaf_types(leaf: Mapping[str, Any]) -> set[str]:
     """Return the same of one of `leaves`."""
     values = leaf_values(leaf)
     if "type" not in leaf and values is not None:
-        return {_JSON[type(value)] for value in values}
+        return {name for value in values for name in _JSON[type(value)]}
     types = leaf.get("type", "")
     return {str(each) for each in (types if isinstance(types, list) else [types])}
 
 
 def leaf_values(leaf: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that one of `leaves` names; None: any of its type."""
-    if "const" in leaf:
-        return [leaf["const"]]
-    values = leaf.get("enum")
-    return values if isinstance(values, list) and values else None
+    """Return the values that one of `leaves` names, of its types; None: any of its types."""
+    values = [leaf["const"]] if "const" in leaf else leaf.get("enum")
+    if not isinstance(values, list):
+        return None
+    types = leaf.get("type")
+    if types is None:
+        return values or None
+    names = {str(each) for each in (types if isinstance(types, list) else [types])}
+    return [value for value in values if _JSON[type(value)] & names]
 
 
 def referred(reference: str, root: Any) -> Any:
@@ -62,3 +91,19 @@ def referred(reference: str, root: Any) -> Any:
         name = key.replace("~1", "/").replace("~0", "~")
         found = found.get(name, {}) if isinstance(found, Mapping) else {}
     return found
+
+
+def within(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and all those in it."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, Mapping):
+            yield node
+            for key, value in node.items():
+                if key in _NAMED and isinstance(value, Mapping):
+                    waiting += value.values()
+                elif key not in _VALUES:
+                    waiting.append(value)

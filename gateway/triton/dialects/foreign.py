@@ -230,10 +230,13 @@ def _constrained(generation: Generation, prompt: RenderedPrompt, model: ModelTex
 def _tag(
     calls: ToolCalls, offer: ToolOffer, model: ModelText | None, prompt: RenderedPrompt
 ) -> dict[str, Any]:
-    if model is None or model.call_form is None:
+    form = None if model is None else model.call_form
+    if model is None or form is None:
         raise strict_needs_choice(offer)
+    # A string without quotes could begin as reasoning, and end that.
+    reasoning = model.reasoning(prompt, again=form.pair is not None)
     try:
-        return structural_tag(calls, model.call_form, model.reasoning(prompt))
+        return structural_tag(calls, form, reasoning)
     except UnenforceableError as error:
         place = next(tool.place for tool in offer.tools if tool.name == error.tool)
         message = f"{error}: leave it out, or 'strict'."

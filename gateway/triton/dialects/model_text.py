@@ -16,7 +16,7 @@ from gateway.chat.guards import unguarded
 from gateway.chat.marked import MARKS, MarkedText
 from gateway.chat.styles import CALL_LIST, CallStyle, style_of
 from gateway.chat.templates import ChatTemplate, Folder, TemplateError
-from gateway.chat.value_types import referred, types_of
+from gateway.chat.value_types import leaves, types_of
 from gateway.chat.vocabulary import Vocabulary, VocabularyError
 from gateway.core.request import Conversation, Image, PlainText, Prompt, Tool, ToolOffer, images_in
 from gateway.core.upstream import Tokenization, Tokens
@@ -183,10 +183,13 @@ class ModelText:
         """
         return self.reasoning(prompt) if self.special.isdisjoint(self.marks) else None
 
-    def reasoning(self, prompt: RenderedPrompt) -> Reasoning | None:
-        """Return the reasoning with which an answer may begin, if it may."""
+    def reasoning(self, prompt: RenderedPrompt, *, again: bool = False) -> Reasoning | None:
+        """Return the reasoning with which an answer may begin, if it may.
+
+        `again`: also where the prompt has ended it. What an answer begins with is still read as such.
+        """
         begin, end = self.marks
-        if not prompt.thinks or prompt.text.rstrip().endswith(end):
+        if not prompt.thinks or (not again and prompt.text.rstrip().endswith(end)):
             return None
         return Reasoning(begin=begin, end=end, begun=prompt.thinking)
 
@@ -336,9 +339,9 @@ def _marks_of(style: CallStyle) -> set[str]:
 
 def _strings_of(tool: Tool) -> dict[str, bool]:
     root = tool.parameters
-    found = referred(root["$ref"], root) if isinstance(root.get("$ref"), str) else root
-    properties = found.get("properties") if isinstance(found, Mapping) else None
-    if not isinstance(properties, Mapping):
+    found, *others = leaves(root, root)
+    properties = found.get("properties")
+    if others or not isinstance(properties, Mapping):
         return {}
     types = {name: types_of(schema, root) for name, schema in properties.items()}
     return {name: "null" in each for name, each in types.items() if each - {"null"} == {"string"}}

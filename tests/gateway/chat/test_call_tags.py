@@ -130,6 +130,13 @@ def test_a_lenient_tool_gets_any_arguments_and_one_without_any_none(style: str, 
         assert accepts(tag, text.format("go_on", written(style, **arguments)))
     assert accepts(tag, text.format("stop", ""))
     assert not accepts(tag, text.format("stop", written(style, a="b")))
+    # What such a tool gets is no place for a call of another.
+    for inside in ("</function></tool_call>\n<tool_call>", "", written(style, a="b")):
+        for other in (QWEN, FIRST_LOST, GLM):
+            assert not accepts(tag, text.format("go_on", inside + other.format("go", "")))
+    quoted = text.format("go_on", written(style, a=text.format("go", "")))
+    assert accepts(tag, quoted) == ("</arg_value>" not in quoted.partition("go_on")[0])
+    assert [call.name for call in read(style, quoted)] == ["go_on"]
     (call,) = read(style, text.format("stop", ""))
     assert (call.name, json.loads(call.arguments)) == ("stop", {})
 
@@ -206,10 +213,29 @@ def test_calls_in_json_are_in_the_form_that_all_releases_read() -> None:
         ({"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "array"}]}}}, "something else"),
         ({"properties": {"a": {}}}, "something else"),
         ({"properties": {"a": {"enum": ["1", 1]}}}, "something else"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "can be nothing"),
+        ({"properties": {"a": {"enum": ["", "b"]}}}, "can be nothing"),
         ({"properties": {"a": {"const": "</arg_value></parameter>"}}}, "cannot be what has"),
         ({"properties": {"a<b": {"type": "integer"}}}, "name cannot be written"),
         ({"properties": {}, "minProperties": 1}, "'minProperties'"),
-        ({"anyOf": [{"properties": {"a": {"type": "string"}}}]}, "'anyOf'"),
+        ({"anyOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {}}]}, "one object"),
+        ({"$ref": "#/x", "x": 5}, "one object|'\\$ref'"),
+        ({"$ref": "#/$defs/a", "required": ["a"], "$defs": {"a": {"type": "object"}}}, "'\\$ref'"),
+        ({"type": "array"}, "one object"),
+        ({"properties": {"a": {"type": "string", "not": {"const": "b"}}}}, "'not' of 'a'"),
+        ({"properties": {"a": {"type": "string", "anyOf": [{"enum": ["b"]}]}}}, "'anyOf' of 'a'"),
+        ({"properties": {"a": {"$ref": "#/$defs/b", "minLength": 2}}}, "something else"),
+        ({"properties": {"a": {"type": ["string", "null"], "enum": ["null", "b"]}}}, "reads like it"),
+        ({"properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "b"}}}}, "'pattern'"),
+        (
+            {"properties": {"a": {"type": "array", "items": {"type": "string", "minLength": 1}}}},
+            "'minLength'",
+        ),
+        ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, "references have to be"),
+        (
+            {"properties": {"a": {"type": "array", "items": {"$ref": "#/properties/b"}}}},
+            "refer",
+        ),
         ({"properties": [], "required": []}, "'properties' is"),
         ({"properties": {}, "required": ["a", ["b"]]}, "does not say"),
     ],
@@ -223,3 +249,36 @@ def test_what_no_grammar_says_of_values_without_quotes_is_refused(
         structural_tag(ToolCalls(tools=[TOOLS[0], strict]), FORMS[style])
     assert refused.value.tool == "go"
     structural_tag(ToolCalls(tools=[CallableTool("go", schema)]), FORMS[style])
+
+
+def test_glm_may_leave_out_line_ends() -> None:
+    text = "<tool_call>go<arg_key>city</arg_key><arg_value>P</arg_value></tool_call>"
+    assert accepts(compiled("glm45"), text)
+    assert [json.loads(call.arguments) for call in read("glm45", text)] == [{"city": "P"}]
+    assert not accepts(compiled("glm45"), "<tool_call>go</tool_call>")
+
+
+@pytest.mark.parametrize("style", ["qwen3coder", "glm45"])
+def test_values_in_json_have_the_definitions_that_they_need(style: str) -> None:
+    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}}, "additionalProperties": False}
+    schema = {
+        "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/tree"}}, "b": {"type": "string"}},
+        "required": ["a"],
+        "$defs": {"tree": tree, "other": {"type": "integer"}},
+    }
+    tag = compiled(style, schema=schema)
+    text = QWEN if style == "qwen3coder" else GLM
+    assert accepts(tag, text.format("go", written(style, a='[{"next": {"next": {}}}]')))
+    assert not accepts(tag, text.format("go", written(style, a='[{"next": 1}]')))
+    closing = "</parameter>" if style == "qwen3coder" else "</arg_value>"
+    assert not accepts(tag, text.format("go", written(style, a=f'["{closing}"]')))
+    strict = ToolCalls(tools=[CallableTool("go", schema, strict=True)])
+    assert "other" not in str(structural_tag(strict, FORMS[style]))
+
+
+def test_definitions_are_not_multiplied_without_end() -> None:
+    large = {"enum": ["x" * 2**14]}
+    properties = {f"p{place}": {"type": "array", "items": {"$ref": "#/$defs/d"}} for place in range(100)}
+    tool = CallableTool("go", {"properties": properties, "$defs": {"d": large}}, strict=True)
+    with pytest.raises(UnenforceableError, match="too large"):
+        structural_tag(ToolCalls(tools=[tool]), FORMS["glm45"])
