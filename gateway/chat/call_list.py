@@ -7,15 +7,10 @@ That is what vLLM's own server asks of models, too: https://docs.vllm.ai/en/late
 from collections.abc import Mapping
 from typing import Any, Final
 
+from gateway.chat.value_types import NAMED, VALUES
 from wire.grammar import ToolCalls
 
 _DEFINITIONS: Final = "$defs"
-_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose values are no schemas, whatever they look like."""
-_NAMED: Final = frozenset(
-    {"properties", "patternProperties", "dependentSchemas", _DEFINITIONS, "definitions"}
-)
-"""Keywords whose values are schemas by names, which may be those of keywords."""
 
 
 def list_schema(calls: ToolCalls) -> dict[str, Any]:
@@ -49,10 +44,10 @@ def _moved(schema: Any, root: str) -> Any:
         return schema
     moved: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, Mapping):
+        if key in NAMED and isinstance(value, Mapping):
             moved[key] = {name: _moved(each, root) for name, each in value.items()}
         elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             moved[key] = root + value[1:]
         else:
-            moved[key] = value if key in _VALUES else _moved(value, root)
+            moved[key] = value if key in VALUES else _moved(value, root)
     return moved

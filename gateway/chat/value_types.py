@@ -8,9 +8,9 @@ ANNOTATIONS: Final = frozenset(
 )
 """Keywords that say nothing of a value."""
 _FOLLOWED: Final = ("$ref", "anyOf", "oneOf", "allOf")
-_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 """Keywords whose values are schemas by names."""
-_VALUES: Final = frozenset({"const", "default", "enum", "examples"})
+VALUES: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are no schemas, whatever they look like."""
 _MOST: Final = 256
 """Schemas that are looked at for one value: those who have more say nothing of it."""
@@ -103,7 +103,7 @@ def within(schema: Any) -> Iterator[Mapping[str, Any]]:
         elif isinstance(node, Mapping):
             yield node
             for key, value in node.items():
-                if key in _NAMED and isinstance(value, Mapping):
+                if key in NAMED and isinstance(value, Mapping):
                     waiting += value.values()
-                elif key not in _VALUES:
+                elif key not in VALUES:
                     waiting.append(value)

@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 from msgspec.structs import replace
 
 from gateway.chat.call_list import list_schema
-from gateway.chat.call_tags import UnenforceableError, behind_reasoning, structural_tag
 from gateway.chat.conversation import call_rules
+from gateway.chat.structural_tags import UnenforceableError, behind_reasoning, structural_tag
 from gateway.core.request import (
     Conversation,
     Generation,

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from gateway.chat.call_tags import FORMS, CallForm
 from gateway.chat.conversation import callable_names, last_calls
 from gateway.chat.guards import unguarded
 from gateway.chat.marked import MARKS, MarkedText
+from gateway.chat.structural_tags import FORMS, CallForm
 from gateway.chat.styles import CALL_LIST, CallStyle, style_of
 from gateway.chat.templates import ChatTemplate, Folder, TemplateError
 from gateway.chat.value_types import leaves, types_of
@@ -64,7 +64,7 @@ class RenderedPrompt(PlainText):
     grammar: Grammar | None = None
     """Of the answer, as our own engine takes it."""
     tagged: Mapping[str, Any] | None = None
-    """The structural tag that the answer is held to (`gateway.chat.call_tags`)."""
+    """The structural tag that the answer is held to (`gateway.chat.structural_tags`)."""
 
 
 @dataclass(frozen=True, slots=True)

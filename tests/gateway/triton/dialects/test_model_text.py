@@ -36,7 +36,7 @@ from gateway.core.request import (
 from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.triton.dialects import llm_api, model_text, trtllm, vllm
-from gateway.triton.dialects.base import ModelReport
+from gateway.triton.dialects.base import Dialect, ModelReport
 from gateway.triton.dialects.foreign import Contract
 from gateway.triton.dialects.model_text import ModelText, RenderedPrompt, text_of_archive
 from gateway.triton.dialects.text_answer import News, TextAnswer
@@ -209,6 +209,16 @@ async def test_only_a_model_with_an_input_for_images_gets_them() -> None:
     assert refused.value.param == "f"
 
 
+async def structural_tag_of(dialect: Dialect, asked: Generation) -> Any:
+    """Return what vLLM is told to hold an answer to, and nothing beside it."""
+    assert dialect.prepare is not None
+    request = dialect.request(await dialect.prepare(asked, ModelReport()), ModelReport(), 1.0)
+    given = {each.name: raw for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
+    structured = json.loads(json.loads(given["sampling_parameters"][4:])["guided_decoding"])
+    assert structured.keys() == {"structural_tag"}
+    return json.loads(structured["structural_tag"])
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("switch", [None, {}, {"enable_thinking": True}, {"enable_thinking": False}])
 async def test_what_holds_calls_among_text_to_schemas(style: str, switch: dict[str, bool] | None) -> None:
@@ -222,10 +232,7 @@ async def test_what_holds_calls_among_text_to_schemas(style: str, switch: dict[s
             await dialect.prepare(asked, ModelReport())
         assert refused.value.param == "tools"
         return
-    request = dialect.request(await dialect.prepare(asked, ModelReport()), ModelReport(), 1.0)
-    given = {each.name: raw for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
-    parameters = json.loads(given["sampling_parameters"][4:])
-    tag = json.loads(json.loads(parameters["guided_decoding"])["structural_tag"])
+    tag = await structural_tag_of(dialect, asked)
     # What begins as reasoning is read as such also where the prompt has ended it.
     may_reason = switch is not None and (style != "hermes" or switch != {"enable_thinking": False})
     assert ("structures" in tag) == (style == "hermes" and not may_reason)
@@ -437,11 +444,7 @@ async def test_behind_vllm_a_grammar_is_of_what_follows_begun_reasoning(
             await dialect.prepare(asked, ModelReport())
         assert refused.value.param == "f"
         return
-    request = dialect.request(await dialect.prepare(asked, ModelReport()), ModelReport(), 1.0)
-    given = {each.name: raw for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)}
-    structured = json.loads(json.loads(given["sampling_parameters"][4:])["guided_decoding"])
-    assert structured.keys() == {"structural_tag"}
-    reasoning, blanks, behind = json.loads(structured["structural_tag"])["format"]["elements"]
+    reasoning, blanks, behind = (await structural_tag_of(dialect, asked))["format"]["elements"]
     assert (reasoning["end"], blanks["type"]) == ("</think>", "regex")
     assert behind == format_ if kind else format_ in str(behind)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import xgrammar
 
-from gateway.chat.call_tags import FORMS, UnenforceableError, behind_reasoning, structural_tag
 from gateway.chat.marked import MarkedText
+from gateway.chat.structural_tags import FORMS, UnenforceableError, behind_reasoning, structural_tag
 from gateway.chat.styles import STYLES
 from gateway.core.events import CallPart, Piece, joined_pieces
 from wire.grammar import CallableTool, GrammarKind, Reasoning, ToolCalls

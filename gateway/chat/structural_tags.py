@@ -131,7 +131,7 @@ def structural_tag(calls: ToolCalls, form: CallForm, reasoning: Reasoning | None
             for begin in form.begins
         ]
         return {"type": "structural_tag", "structures": structures, "triggers": [*form.marks]}
-    definitions = Definitions()
+    definitions = _Definitions()
     tags = []
     for tool in calls.tools:
         arguments = _arguments(tool, form.pair, definitions)
@@ -174,23 +174,23 @@ def behind_reasoning(kind: GrammarKind, text: str, reasoning: Reasoning) -> dict
     return {"type": "structural_tag", "format": answer}
 
 
-class Definitions:
-    """The definitions that values refer to, which each of them has to have for itself."""
+class _Definitions:
+    """The definitions that values in JSON refer to, which each of them has to have for itself."""
 
     def __init__(self) -> None:
         self._left = _MOST_BYTES
 
     def of(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those that a schema needs, by keyword and name.
+        """Return those that a value's schema needs, by keyword and name.
 
         Raises:
-            UnenforceableError: they are too large, or not where definitions are.
+            UnenforceableError: they are too large or not where definitions are, or something is not enforced.
         """
         found: dict[str, dict[str, Any]] = {}
         waiting: list[Any] = [schema]
         while waiting:
             for node in within(waiting.pop()):
-                for key in _OF_NO_JSON & node.keys():
+                for key in sorted(_OF_NO_JSON & node.keys()):
                     raise UnenforceableError(f"{key!r} cannot be enforced with this model")
                 reference = node.get("$ref")
                 if reference is None:
@@ -207,7 +207,7 @@ class Definitions:
         return found
 
 
-def _arguments(tool: CallableTool, pair: Pair | None, definitions: Definitions) -> dict[str, Any]:
+def _arguments(tool: CallableTool, pair: Pair | None, definitions: _Definitions) -> dict[str, Any]:
     if pair is None:
         return {"type": "json_schema", "json_schema": _json_schema(tool)}
     if not tool.strict:
@@ -225,7 +225,7 @@ def _json_schema(tool: CallableTool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters} if tool.strict else {"type": "object"}
 
 
-def _pairs(parameters: Mapping[str, Any], pair: Pair, definitions: Definitions) -> Iterator[dict[str, Any]]:
+def _pairs(parameters: Mapping[str, Any], pair: Pair, definitions: _Definitions) -> Iterator[dict[str, Any]]:
     """Yield the formats of an object's properties, in their order."""
     found, *others = leaves(parameters, parameters)
     if others or found.get("type", "object") != "object":
@@ -233,11 +233,12 @@ def _pairs(parameters: Mapping[str, Any], pair: Pair, definitions: Definitions) 
     for key in found:
         if key not in _OF_OBJECT | ANNOTATIONS:
             raise UnenforceableError(f"{key!r} cannot be enforced with this model")
-    properties, required = found.get("properties", {}), found.get("required", [])
-    if not (isinstance(properties, Mapping) and isinstance(required, list)):
+    properties, names = found.get("properties", {}), found.get("required", [])
+    if not (isinstance(properties, Mapping) and isinstance(names, list)):
         raise UnenforceableError("'properties' is an object, and 'required' a list")
-    if any(name not in [*properties] for name in required):
+    if not all(isinstance(name, str) and name in properties for name in names):
         raise UnenforceableError("of what is 'required', the schema does not say what it is")
+    required = {*names}
     for name, schema in properties.items():
         if not _KEY.fullmatch(name):
             raise UnenforceableError(f"a parameter's name cannot be written by this model: {name!r}")
@@ -257,7 +258,7 @@ def _written(before: str, value: dict[str, Any], pair: Pair) -> list[dict[str, A
 
 
 def _value(
-    name: str, schema: Any, root: Mapping[str, Any], pair: Pair, definitions: Definitions
+    name: str, schema: Any, root: Mapping[str, Any], pair: Pair, definitions: _Definitions
 ) -> dict[str, Any]:
     """Return the format of a value: `_TEXT`, or one that does not go on behind it."""
     found = leaves(schema, root)
@@ -267,7 +268,7 @@ def _value(
         return {"type": "json_schema", "json_schema": content, "excludes": [pair.closing]}
     if types - {"string", "null"}:
         raise UnenforceableError(f"{name!r} may be a string or something else: calls do not tell")
-    for key in {key for leaf in found for key in leaf} - _OF_STRING - ANNOTATIONS:
+    for key in sorted({key for leaf in found for key in leaf} - _OF_STRING - ANNOTATIONS):
         raise UnenforceableError(f"{key!r} of {name!r} cannot be enforced with this model")
     values = [leaf_values(leaf) for leaf in found if leaf_types(leaf) != {"null"}]
     if None in values:
