@@ -4,7 +4,9 @@ The responses to a generation come in this order: a refusal (an error, without `
 log-probabilities or logits of the prompt; when a choice ends, its last response, with `finish_reason`. The
 final response of all also has `usage`. In each heartbeat interval, before `accepted`, too, there is at least
 one response, or a delta on the channel that the generation names (`wire.channel`). Only the last response of
-a choice has text, and only what did not go over a channel; those with logits have these in its place.
+a choice has text, and only what did not go over a channel; those with logits have these in its place. Of an
+answer without a channel, others say about every second, from the first token on, how many `tokens` there are
+more.
 """
 
 from typing import Literal
@@ -145,7 +147,7 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     index: int = 0
     """The choice that the text belongs to."""
     tokens: int = 0
-    """Number of sampled tokens that this response covers (their text may still be held back)."""
+    """Number of sampled tokens that this response adds (their text may still be held back)."""
     token_ids: list[int] | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[PromptLogprob] | None = None

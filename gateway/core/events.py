@@ -198,6 +198,11 @@ class Delta(Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
 
     @property
+    def counts_only(self) -> bool:
+        """Whether it only tells of tokens whose text comes later."""
+        return not (self.pieces or self.prompt_logprobs or self.segments or self.finish_reason)
+
+    @property
     def text(self) -> str:
         """The text in it, without reasoning and calls."""
         pieces = self.pieces

@@ -248,7 +248,7 @@ class RequestRecord:
         """Count an event's tokens and the time between them; the usage goes on with what was measured."""
         if type(event) is Delta:
             if event.tokens:
-                self._count(event.index, event.tokens)
+                self._count(event)
             if event.finish_reason is not None:
                 self.finish_reasons[event.index] = event.finish_reason
                 self.metrics.choices.labels(self.model, event.finish_reason).inc()
@@ -273,17 +273,20 @@ class RequestRecord:
             server_ms=_ms(perf_counter() - self.arrived),
         )
 
-    def _count(self, choice: int, tokens: int) -> None:
-        now = perf_counter()
+    def _count(self, event: Delta) -> None:
+        now, tokens, choice = perf_counter(), event.tokens, event.index
         self.generated_tokens += tokens
         counting = self._counting
         if counting is None:
             counting = self._counting = self.metrics.tokens_of(self.model)
+        counting.generated.value += tokens
+        before = self.last_token_at.get(choice)
+        if before is None and tokens > 1 and event.finish_reason is not None and not self.stream:
+            return  # a backend that tells nothing before the end: nobody knows when they came
+        if self.first_token_at is None:
             self.first_token_at = now
             counting.time_to_first.observe(now - self.arrived)
             self.trace.span.add_event("first_token")
-        counting.generated.value += tokens
-        before = self.last_token_at.get(choice)
         if before is not None:
             counting.inter_token.observe((now - before) / tokens, tokens)
         elif tokens > 1:

@@ -132,14 +132,15 @@ class Metrics:
         )
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds",
-            "From a request's head to the first generated token's arrival from Triton.",
+            "From a request's head to the first generated token's arrival from Triton; only where that is "
+            "told before the answer's end.",
             _FIRST_TOKEN,
             "model",
         )
         self.inter_token_latency = BulkHistogram(
             _PREFIX + "inter_token_latency_seconds",
-            "Between generated tokens: n tokens that arrive together after a gap g are n times g/n; those "
-            "that arrive with the first one are 0.",
+            "Between generated tokens: n tokens that are told of together after a gap g are n times g/n; "
+            "those told of with the first one are 0.",
             label="model",
             buckets=[bound / 1000 for bound in _INTER_TOKEN_MS],
             registry=registry,

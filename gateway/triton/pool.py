@@ -134,7 +134,8 @@ class TritonUpstream:
                         async for event in events:
                             if type(event) is Delta:
                                 # Logits that come again take the place of the first ones.
-                                attempts.delivered = not request.logits
+                                if not (attempts.delivered or request.logits):
+                                    attempts.delivered = request.stream or not event.counts_only
                                 replica.on_trial = False
                                 if not generated and event.tokens:
                                     call.add_event("first_token")

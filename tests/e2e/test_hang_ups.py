@@ -103,6 +103,27 @@ async def test_few_steps_are_taken_for_nobody(ask: Ask, patient: UpProcess) -> N
         tries.append(await steps_for_nobody(ask, patient))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_sampled_for_nobody_is_counted(*, stream: bool, patient: UpProcess) -> None:
+    """Of an answer that is not streamed, too, or clients that give up early would cost their keys nothing."""
+
+    def told() -> tuple[float, float]:
+        return (
+            patient.gauge("tritongate_generated_tokens_total", model=MODEL),
+            patient.gauge("tritongate_client_cancels_total", model=MODEL),
+        )
+
+    tokens, leavers = told()
+    asking = asyncio.create_task(over_http("/v1/chat/completions", stream=stream)(patient))
+    await until(lambda: told()[0] > tokens)
+    assert not asking.done()
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+    await until(lambda: told()[1] == leavers + 1)
+    assert tokens < told()[0] < tokens + LONG
+
+
 async def steps_for_nobody(ask: Ask, up: UpProcess) -> tuple[float, float]:
     """Ask and leave; return how many steps the engine took then, and how many it takes in 250 ms.
 

@@ -31,6 +31,10 @@ OPEN_LIMIT: Final = 256
 _KEEP_ALIVE_S: Final = 0.1
 """How often the channels are looked at for one that needs a heartbeat."""
 
+_COUNT_PERIOD_S: Final = 1.0
+"""How often the client of an answer that is not streamed is told of its tokens, from the first one on: who
+leaves before the end is to know how many there are, and everybody when they came."""
+
 
 class DeltaChannel(Call):
     """One client's open channel. Only `Delivery` sends frames; the intake and the sender call the rest.
@@ -235,7 +239,7 @@ class Delivery:
             gained[choice] = request
 
     def _send(self, gained: dict[Choice, OpenRequest]) -> None:
-        """Send one frame to each channel, then have the last responses of choices that ended sent."""
+        """Send one frame to each channel, then have sent what goes on the requests' own calls."""
         now = time.monotonic()
         for channel in {self._fill(request, choice, now) for choice, request in gained.items()}:
             if channel is not None:
@@ -244,6 +248,9 @@ class Delivery:
             if choice.ended:
                 lost = request.channel is not None and request.channel.lost
                 self._sender.post(request, partial(request.end, choice, lost=lost))
+            elif request.channel is None and choice.counted_at + _COUNT_PERIOD_S <= now:
+                choice.counted_at = now
+                self._sender.post(request, partial(request.tell_tokens, choice, choice.next_count()))
 
     def _fill(self, request: OpenRequest, choice: Choice, now: float) -> DeltaChannel | None:
         """Put what a choice has gained into the next frame of its channel, and return that, if both exist."""

@@ -1,5 +1,6 @@
 """One generation between its arrival and its final response: engine tokens in, response documents out."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -111,6 +112,8 @@ class Choice:
         error: the engine's message, if an error ended the answer.
         first_token: seconds from its arrival in the engine to its first step, and to its first token.
         closed_at: when its last response was sent, in monotonic seconds.
+        counted_at: when its client was last told how many tokens there are, of an answer that is not
+            streamed, in monotonic seconds.
         deltas: how many deltas went into the frames of a delta channel.
         resumed_tokens: how many of its tokens were sampled by another server, and are not sent again.
     """
@@ -134,6 +137,7 @@ class Choice:
         self.error: str | None = None
         self.first_token: tuple[float, float] | None = None
         self.closed_at: float | None = None
+        self.counted_at = -math.inf
         self.deltas = 0
         self.resumed_tokens = 0
         self.completion_tokens = 0
@@ -234,6 +238,11 @@ class Choice:
         )
         self._begin_details()
         return text, tokens, ids, meta
+
+    def next_count(self) -> int:
+        """Return and clear the number of tokens that have piled up; what there is of them stays."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
 
     def last_response(
         self, usage: wire.Usage | None = None, delivered: wire.Delivered | None = None
@@ -344,6 +353,13 @@ class OpenRequest(Call):
         elif not (self.closed or self.cancelled):
             meta = wire.Meta(logits=wire.Logits(first=logits.first, vocabulary=logits.values.shape[1]))
             self.send(logits.values.numpy().tobytes(), meta)
+
+    def tell_tokens(self, choice: Choice, tokens: int) -> None:
+        """Tell of more tokens of an answer that is not streamed, whose text comes with its end."""
+        if self._early is not None:
+            self._early.append(partial(self.tell_tokens, choice, tokens))
+        else:
+            self.send("", wire.Meta(index=choice.index, tokens=tokens))
 
     def end(self, choice: Choice, *, lost: bool) -> None:
         """Send the last response of a choice that has ended; the last of all is the final one.

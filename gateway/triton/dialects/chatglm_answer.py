@@ -83,6 +83,10 @@ class ChatGLMAnswer:
         self._resumable = generation.resumable
         self._ids: dict[int, list[int]] = {index: [] for index in self._choices}
         """The tokens of the deltas that were read, by choice, if the generation is resumable."""
+        self._counted: dict[int, int] = dict.fromkeys(self._choices, 0)
+        """By choice, the tokens that the request's own stream has told of."""
+        self._recounted: dict[int, int] = {}
+        """By choice, how many of them are told of again after `resume`, and count no more."""
         self._ended_tokens = 0
         """How many tokens the choices had that have ended."""
         self._count = count
@@ -97,6 +101,7 @@ class ChatGLMAnswer:
         """See `ChannelDecoder.resume`."""
         self._accepted = False
         self._kept = []
+        self._recounted = dict(self._counted)
         self._ended_before = self._ended_tokens
         self._repeated = {index: self._unscored.get(index, self._prompt_tokens) for index in self._choices}
         return tuple(
@@ -121,8 +126,18 @@ class ChatGLMAnswer:
         if not text and meta == _HEARTBEAT:
             return [Heartbeat()]
         kept = self._count_prompt_logprobs(meta)
-        events = self._delta(meta.index, text, meta.tokens, meta)
+        events = self._delta(meta.index, text, self._new_tokens(meta), meta)
         return events + self.deltas(kept) if kept else events
+
+    def _new_tokens(self, meta: wire_meta.Meta) -> int:
+        """Return how many tokens a response of the request's own stream tells of for the first time."""
+        index = meta.index
+        known = min(self._recounted.get(index, 0), meta.tokens)
+        if known:
+            self._recounted[index] -= known
+        new = meta.tokens - known
+        self._counted[index] = self._counted.get(index, 0) + new
+        return new
 
     @property
     def complete(self) -> bool:
@@ -231,7 +246,7 @@ class ChatGLMAnswer:
         if meta.finish_reason is not None:
             parts = (*parts, *choice.finish())
             del self._choices[index]
-            self._ended_tokens += len(self._ids[index]) + tokens
+            self._ended_tokens += len(self._ids[index]) + self._counted[index]
             if self._count is not None and isinstance(choice, MarkedChoice) and choice.thoughts:
                 self._reasoning_tokens += self._count("".join(choice.thoughts))
             if (meta.usage is None) == (not self._choices):

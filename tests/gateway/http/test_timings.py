@@ -1,5 +1,6 @@
 """`include_timings`: where a request's time went, in its answer and in its log line."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -65,6 +66,38 @@ async def test_nobody_else_gets_them(path: str, *, stream: bool) -> None:
     async with in_process(FakeUpstream(tell_queue)) as served:
         assert "timings" not in await usage_of(served, path, stream=stream)
         assert "timings" not in await usage_of(served, path, stream=stream, include_timings=False)
+
+
+async def test_when_the_tokens_of_a_whole_answer_came_is_not_known() -> None:
+    """A backend that does not stream tells of them with the end: that is no time to the first one."""
+
+    async def say_at_once(_: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=3)
+        usage = Usage(prompt_tokens=3, completion_tokens=5)
+        yield Delta(pieces=("a b c",), tokens=5, finish_reason="stop", usage=usage)
+
+    async with in_process(FakeUpstream(say_at_once)) as served:
+        timings = (await usage_of(served, CHAT, stream=False, include_timings=True))["timings"]
+        assert (timings["first_token_ms"], timings["generation_ms"]) == (None, None)
+        assert served.metric("generated_tokens_total", model="glm") == 5
+        assert served.metric("time_to_first_token_seconds_count", model="glm") == 0
+        assert served.metric("inter_token_latency_seconds_count", model="glm") == 0
+
+
+async def test_counts_that_come_before_a_whole_answer_time_it() -> None:
+    async def count_first(_: Generation) -> AsyncGenerator[Event, None]:
+        yield Accepted(prompt_tokens=3)
+        yield Delta(tokens=1)
+        await asyncio.sleep(QUEUED_S)
+        usage = Usage(prompt_tokens=3, completion_tokens=5)
+        yield Delta(pieces=("a b c",), tokens=4, finish_reason="stop", usage=usage)
+
+    async with in_process(FakeUpstream(count_first)) as served:
+        timings = (await usage_of(served, CHAT, stream=False, include_timings=True))["timings"]
+        assert timings["generation_ms"] >= QUEUED_S * 1000
+        assert served.metric("generated_tokens_total", model="glm") == 5
+        assert served.metric("time_to_first_token_seconds_count", model="glm") == 1
+        assert served.metric("inter_token_latency_seconds_count", model="glm") == 4
 
 
 async def test_what_nobody_knows_is_null() -> None:

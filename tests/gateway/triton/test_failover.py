@@ -130,20 +130,26 @@ async def test_a_replica_lost_before_the_first_token_is_replaced_unseen(
     assert set(observer.errors) == {("m", first.address, "unreachable")}
 
 
-@pytest.mark.parametrize("delta", [Meta(tokens=1), None], ids=["a token without text", "text"])
-async def test_after_the_first_token_nothing_is_repeated(
-    tritons: Any, serve: Serve, delta: Meta | None
-) -> None:
+async def test_after_the_first_text_nothing_is_repeated(tritons: Any, serve: Serve) -> None:
     first, second = await tritons(), await tritons()
     pool = await serve(first, second)
-    seen = reply("", delta) if delta else reply("He")
-    first.model.answer = second.model.answer = losing(accepted(), seen)
+    first.model.answer = second.model.answer = losing(accepted(), reply("He"))
     events = pool.generate(generation())
     assert isinstance(await anext(events), Accepted)
     assert isinstance(await anext(events), Delta)
     with pytest.raises(UnavailableError):
         await anext(events)
     assert len(first.requests) + len(second.requests) == 1
+
+
+async def test_an_answer_of_which_only_tokens_were_counted_is_begun_again(tritons: Any, serve: Serve) -> None:
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    first.model.answer = losing(accepted(), reply("", Meta(tokens=1)))
+    for _ in range(2):  # one of them goes to the first
+        assert text(await collect(pool, generation())) == "Hello"
+        await until(lambda: all(replica.state is ReplicaState.READY for replica in pool.replicas()))
+    assert first.requests
 
 
 async def test_a_full_engine_may_be_passed_by(tritons: Any, serve: Serve) -> None:

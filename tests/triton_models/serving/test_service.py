@@ -8,8 +8,10 @@ import pytest
 
 from tests.triton_models.serving.conftest import Served
 from tests.triton_models.serving.fakes import FakePbUtils, FakeResponder, wait_until
+from triton_models.serving import channel
 from triton_models.serving.intake import Arrival, Inputs, Intake
 from triton_models.serving.request import OpenRequest
+from wire.meta import Meta
 from wire.refusal import RefusalCode
 
 LONG = 400
@@ -37,10 +39,30 @@ def test_a_request_that_is_not_streamed_gets_its_answer_with_its_end(served: Ser
     asked: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     streamed = served.ask(**asked, streamed=True).wait()
     whole = served.ask(**asked).wait()
-    assert [meta for meta in whole.metas if meta.tokens] == [whole.metas[-1]]
+    counts = whole.metas[1:-1]
+    assert counts == [Meta(tokens=each.tokens) for each in counts]
     assert whole.text == streamed.text
     assert whole.token_ids == streamed.token_ids
     assert whole.metas[-1].usage == streamed.metas[-1].usage
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_waits_for_the_end_is_told_how_many_tokens_there_are(
+    served: Served, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first token on, now and then: whoever leaves is to know what was sampled for it."""
+    asked: dict[str, Any] = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True, "n": n}
+    rare = served.ask(**asked).wait()
+    monkeypatch.setattr(channel, "_COUNT_PERIOD_S", 0.0)
+    often = served.ask(**asked).wait()
+    for answer in (rare, often):
+        assert (
+            sum(meta.tokens for meta in answer.metas) == n * LONG == answer.metas[-1].usage.completion_tokens
+        )
+    for index in range(n):
+        of_choice = [meta.tokens for meta in often.metas[1:] if meta.index == index]
+        assert len(of_choice) > 2, "not with its end alone"
+        assert min(of_choice[:-1]) > 0
 
 
 def test_a_stop_string_ends_the_answer_at_the_token_that_completed_it(served: Served) -> None:

@@ -17,6 +17,7 @@ from gateway.core.events import (
 )
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.chatglm import CHATGLM
+from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer
 from tests.gateway.triton.dialects.test_chatglm import (
     ACCEPTED,
     CHATGLM3,
@@ -24,6 +25,7 @@ from tests.gateway.triton.dialects.test_chatglm import (
     FINAL,
     USAGE,
     decoded,
+    generation,
     response,
 )
 from tests.gateway.triton.dialects.test_chatglm_tools import BERLIN, CALL, OPENED, asked, deltas
@@ -51,6 +53,32 @@ def test_choices_are_read_apart_and_end_one_by_one() -> None:
         Heartbeat(),
         Delta(pieces=(" y",), tokens=1, index=1, finish_reason="stop", usage=usage),
     ]
+
+
+def test_tokens_that_are_told_of_again_count_once() -> None:
+    """A server dies under an answer that is not streamed, of which another samples the same tokens."""
+    answer = ChatGLMAnswer(generation(n=2, seed=1, resumable=True), CHATGLM3)
+    first = [
+        response(meta=ACCEPTED),
+        response("", {"tokens": 1}),
+        response("", {"tokens": 2}),
+        response("", {"tokens": 2, "index": 1}),
+        response("b", {"tokens": 1, "index": 1, "finish_reason": "stop"}),
+    ]
+    counts = [event for each in first for event in answer.decode(each)][1:]
+    assert [each.tokens for each in counts if isinstance(each, Delta)] == [1, 2, 2, 1]
+    assert [each.counts_only for each in counts if isinstance(each, Delta)] == [True] * 3 + [False]
+    assert answer.resume() == ((), None)
+    second = [
+        response(meta=ACCEPTED),
+        response("", {"tokens": 1}),
+        response("", {"tokens": 4}),
+        response("a", {"tokens": 1, "finish_reason": "stop", "usage": USAGE | {"completion_tokens": 6}}),
+    ]
+    rest = [event for each in second for event in answer.decode(each)]
+    assert [each.tokens for each in rest if isinstance(each, Delta)] == [2, 1]
+    assert isinstance(rest[-1], Delta)
+    assert rest[-1].usage == Usage(prompt_tokens=7, completion_tokens=6 + 3, cached_tokens=2)
 
 
 OF_TWO_CHOICES = {
