@@ -5,7 +5,7 @@ samples by it.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -28,6 +28,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+
+
+_LEAST_TOP_P: Final = 1e-9
+"""Less than the most likely token of any vocabulary has, and more than 0 in single precision, too."""
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -65,7 +69,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     """0 is greedy."""
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """0 keeps only the most likely token. It becomes the least value that does, since no backend takes 0."""
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     """0 keeps every token."""
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
@@ -121,6 +126,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def __post_init__(self) -> None:
         """Check the combinations of fields that the class's docstring excludes."""
+        if self.top_p == 0:
+            msgspec.structs.force_setattr(self, "top_p", _LEAST_TOP_P)
         if self.prompt_ranks and self.prompt_logprobs is None:
             raise ValueError("prompt_ranks belong to prompt_logprobs, which are absent")
         if self.truncate_prompt_tokens == 0:

@@ -133,7 +133,7 @@ class GenerationRequest(Body, ABC):
     """The name of the field with what is continued."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float | None, Field(ge=0, le=1, description="0 keeps only the most likely token")] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None

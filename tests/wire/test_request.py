@@ -1,4 +1,5 @@
 import json
+import struct
 from typing import Any
 
 import msgspec
@@ -212,7 +213,7 @@ def test_what_no_kind_knows_is_refused(document: bytes, where: str) -> None:
         ("max_tokens", [0, 1, 10**9], [-1, 1.5, "1", True]),
         ("min_tokens", [0], [-1]),
         ("temperature", [0, 2, 0.3], [-0.01, 2.01, "1"]),
-        ("top_p", [1e-9, 1], [0, 1.01]),
+        ("top_p", [0, 1e-9, 1], [-0.01, 1.01]),
         ("top_k", [0, 10**6], [-1]),
         ("min_p", [0, 1], [-0.01, 1.01]),
         ("repetition_penalty", [0.01, 1, 100], [0, 100.1]),
@@ -239,6 +240,14 @@ def test_ranges(field: str, inside: list[Any], outside: list[Any]) -> None:
     for value in outside:
         with pytest.raises(msgspec.ValidationError, match=field):
             decode_request(msgspec.json.encode({field: value}))
+
+
+def test_a_top_p_of_0_keeps_the_most_likely_token_in_a_range_that_all_backends_have() -> None:
+    asked = decode_request(b'{"top_p": 0, "n": 2}')
+    assert asked == decode_request(msgspec.json.encode(asked))
+    for least in (asked, Sampling(top_p=0), msgspec.structs.replace(Sampling(), top_p=0.0)):
+        assert 0 < least.top_p < 1 / 2**20
+        assert struct.unpack("<f", struct.pack("<f", least.top_p))[0] > 0
 
 
 @pytest.mark.parametrize("document", [b"{", b"{'seed': 1}", b'{"temperature": NaN}'])

@@ -35,6 +35,24 @@ async def test_defaults_stand_in_for_what_a_request_leaves_out() -> None:
         assert "x-tritongate-ignored" not in answer.headers
 
 
+async def test_a_top_p_of_0_is_the_least_that_backends_take() -> None:
+    upstream = FakeUpstream()
+    routes = {
+        "chat/completions": {"messages": MESSAGES},
+        "completions": {"prompt": "a"},
+        "responses": {"input": "a"},
+        "messages": {"messages": MESSAGES, "max_tokens": 9},
+    }
+    async with in_process(upstream, models={"glm": {}, "org/glm-2": {"defaults": {"top_p": 0}}}) as served:
+        for path, asked in routes.items():
+            whole = {"model": "glm", "top_p": 0, "top_k": 0, **asked}
+            answer = await served.http.post(f"/v1/{path}", json=whole)
+            assert answer.status_code == 200
+            assert answer.json().get("top_p", 0) == 0
+        await served.chat(model="org/glm-2")
+    assert [each.top_p for each in upstream.requests] == [1e-9] * (len(routes) + 1)
+
+
 async def test_defaults_reach_clients_of_triton_where_they_say_nothing() -> None:
     upstream = FakeUpstream(echo)
     defaults = {"temperature": 0.25, "top_p": 0.5, "top_k": 5}

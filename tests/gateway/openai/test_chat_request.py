@@ -120,6 +120,7 @@ def test_roles_and_parts() -> None:
     [
         {"stop": "x"},
         {"top_k": -1},
+        {"top_p": 0, "top_k": 0},
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "store": False},
         {"safety_identifier": "s", "prompt_cache_key": ""},
         {"stream_options": {}},
@@ -182,7 +183,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.01}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),

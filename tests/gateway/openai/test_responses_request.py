@@ -200,7 +200,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"instructions": ["a"]}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.01}, "top_p"),
         ({"n": 1}, "n"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": [{}]}, "messages"),
