@@ -168,6 +168,7 @@ class JsonCallReader(CallReader):
 
 _PIECE = re.compile(
     r"""(?P<space> \s+ )
+    | (?P<name> [^\W\d]\w* (?==) )
     | (?P<word> [^\W\d]\w* (?=[^\w]) )
     | (?P<number> [-+.0-9][-+.0-9eE]* (?=[^-+.0-9eE]) )
     | (?P<stars> \*\*\{ )
@@ -240,6 +241,8 @@ class LiteralCallReader(CallReader):
         match found.lastgroup:
             case "space":
                 return ""
+            case "name":  # which may be None, True or False as well
+                return f'"{piece}": '
             case "word":
                 return _WORDS.get(piece) or f'"{piece}": '
             case "number":

@@ -35,6 +35,8 @@ def read(*parts: str) -> tuple[Verdict, list[CallPart]]:
         {"t": True, "f": False, "n": None, "x": -1.5e-07, "y": [1, [], [None, {"k": [True]}]], "z": {}},
         {"from": 1, "a b": {"c": "True, None) }"}, "城": [{"x y": 2}]},
         {"it's": "="},
+        {"None": "a", "True": True, "False": None, "Nones": ["None"], "class": {"None": False}},
+        {"None": None},
     ],
 )
 def test_what_is_written_comes_as_json_however_it_is_cut(arguments: dict[str, Any]) -> None:
