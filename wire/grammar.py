@@ -6,7 +6,7 @@ no grammar on the wire names a token.
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -40,6 +40,23 @@ class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     text: Annotated[str, msgspec.Meta(max_length=GRAMMAR_LIMIT)] = ""
     reasoning: Reasoning | None = None
     """Only of an answer to a raw prompt; None: the grammar is of all of it."""
+
+
+RESTRICTIONS: Final = frozenset(
+    {
+        *("type", "enum", "const", "$ref", "$dynamicRef", "$dynamicAnchor", "$recursiveRef"),
+        *("$recursiveAnchor", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "extends", "disallow"),
+        *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties"),
+        *("propertyNames", "required", "minProperties", "maxProperties", "dependencies", "requires"),
+        *("dependentRequired", "dependentSchemas", "items", "prefixItems", "additionalItems"),
+        *("unevaluatedItems", "contains", "minContains", "maxContains", "minItems", "maxItems"),
+        *("uniqueItems", "pattern", "format", "minLength", "maxLength", "minimum", "maximum"),
+        *("exclusiveMinimum", "exclusiveMaximum", "minimumCanEqual", "maximumCanEqual", "multipleOf"),
+        *("divisibleBy", "maxDecimal"),
+    }
+)
+"""The keywords of JSON schemas, of any draft, that restrict something. Others are annotations, whoever made
+them up, as in llguidance."""
 
 
 class CallableTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.chat.value_types import ANNOTATIONS, leaf_types, leaf_values, leaves, referred, within
-from wire.grammar import CallableTool, GrammarKind, Reasoning, ToolCalls
+from gateway.chat.value_types import leaf_types, leaf_values, leaves, referred, within
+from wire.grammar import RESTRICTIONS, CallableTool, GrammarKind, Reasoning, ToolCalls
 
 _NAME: Final = "\0"
 """Stands for a tool's name."""
@@ -231,7 +231,7 @@ def _pairs(parameters: Mapping[str, Any], pair: Pair, definitions: _Definitions)
     if others or found.get("type", "object") != "object":
         raise UnenforceableError("the arguments are one object")
     for key in found:
-        if key not in _OF_OBJECT | ANNOTATIONS:
+        if key in RESTRICTIONS and key not in _OF_OBJECT:
             raise UnenforceableError(f"{key!r} cannot be enforced with this model")
     properties, names = found.get("properties", {}), found.get("required", [])
     if not (isinstance(properties, Mapping) and isinstance(names, list)):
@@ -268,7 +268,7 @@ def _value(
         return {"type": "json_schema", "json_schema": content, "excludes": [pair.closing]}
     if types - {"string", "null"}:
         raise UnenforceableError(f"{name!r} may be a string or something else: calls do not tell")
-    for key in sorted({key for leaf in found for key in leaf} - _OF_STRING - ANNOTATIONS):
+    for key in sorted({key for leaf in found for key in leaf} & RESTRICTIONS - _OF_STRING):
         raise UnenforceableError(f"{key!r} of {name!r} cannot be enforced with this model")
     values = [leaf_values(leaf) for leaf in found if leaf_types(leaf) != {"null"}]
     if None in values:

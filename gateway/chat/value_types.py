@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-ANNOTATIONS: Final = frozenset(
-    {"$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples"}
-)
-"""Keywords that say nothing of a value."""
+from wire.grammar import RESTRICTIONS
+
 _FOLLOWED: Final = ("$ref", "anyOf", "oneOf", "allOf")
 NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 """Keywords whose values are schemas by names."""
@@ -44,7 +42,7 @@ def leaves(schema: Any, root: Any) -> list[Mapping[str, Any]]:
         node = node if isinstance(node, Mapping) else {}
         key = next((each for each in _FOLLOWED if each in node), "")
         target = node.get(key)
-        if not node.keys() - ANNOTATIONS - {key}:
+        if not node.keys() & RESTRICTIONS - {key}:
             if key == "$ref" and isinstance(target, str):
                 if target not in seen:
                     waiting.append(referred(target, root))
@@ -105,5 +103,5 @@ def within(schema: Any) -> Iterator[Mapping[str, Any]]:
             for key, value in node.items():
                 if key in NAMED and isinstance(value, Mapping):
                     waiting += value.values()
-                elif key not in VALUES:
+                elif key in RESTRICTIONS and key not in VALUES:
                     waiting.append(value)

@@ -1,7 +1,8 @@
+import jsonschema
 import msgspec
 import pytest
 
-from wire.grammar import CallableTool, ToolCalls, decode_choices, decode_tool_calls
+from wire.grammar import RESTRICTIONS, CallableTool, ToolCalls, decode_choices, decode_tool_calls
 
 
 def test_calls_come_back() -> None:
@@ -12,6 +13,14 @@ def test_calls_come_back() -> None:
     )
     assert decode_tool_calls(msgspec.json.encode(calls).decode()) == calls
     assert decode_choices('["a","\\n"]') == ["a", "\n"]
+
+
+@pytest.mark.parametrize("draft", ["3", "4", "6", "7", "201909", "202012"])
+def test_all_that_a_draft_validates_is_known_to_restrict(draft: str) -> None:
+    validator = getattr(jsonschema, f"Draft{draft}Validator")
+    assert validator.VALIDATORS.keys() - RESTRICTIONS == set()
+    annotations = {"title", "description", "default", "examples", "$id", "$schema", "$comment", "$defs"}
+    assert not RESTRICTIONS & {*annotations, "definitions", "discriminator", "contentEncoding"}
 
 
 @pytest.mark.parametrize(

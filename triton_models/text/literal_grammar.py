@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import fault, json_rule, literal
-from triton_models.text.schemas import ANNOTATIONS, target, without_look_ahead
+from triton_models.text.schemas import target, without_look_ahead
 from wire.calls import is_parameter
-from wire.grammar import CallableTool
+from wire.grammar import RESTRICTIONS, CallableTool
 
 COMMON_RULES: Final = r"""
 SEP: /, ?/
@@ -259,8 +259,9 @@ class LiteralGrammar:
     def _check_keywords(
         self, schema: dict[str, Any], enforced: Collection[str], path: str, beside: str = ""
     ) -> None:
-        for keyword in schema.keys() - ANNOTATIONS - {*enforced}:
-            self._cannot(path, f"{keyword}{beside}")
+        for keyword in schema:
+            if keyword in RESTRICTIONS and keyword not in enforced:
+                self._cannot(path, f"{keyword}{beside}")
 
     def _fits(self, schema: dict[str, Any], keyword: str, path: str) -> bool:
         """Return whether llguidance can express `schema`, all of which is there for `keyword`."""

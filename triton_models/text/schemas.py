@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
+from wire.grammar import RESTRICTIONS
 
 OPTIONAL: Final = 500
 """Most optional properties of one object. At each of them, all the following ones are possible next, so that
@@ -74,14 +75,6 @@ class _Keywords(msgspec.Struct, rename="camel"):
     multiple_of: Annotated[float, msgspec.Meta(gt=0)] = 1
 
 
-ANNOTATIONS: Final = frozenset(
-    {
-        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
-        *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor"),
-    }
-)
-"""The keywords that restrict nothing."""
-
 _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS: Final = _MAPS[2:]
@@ -89,7 +82,10 @@ _ENFORCED: Final = (*_MAPS[:2], *_IN_PLACE, "prefixItems", "items", "additionalP
 _IN_USE: Final = (*_ENFORCED, "propertyNames", "contains", "not", "if", "then", "else")
 """The keywords whose values are schemas, lists of schemas, or maps; llguidance refuses the later ones."""
 
-_OLD: Final = ("additionalItems", "extends", "disallow", "divisibleBy")
+_OLD: Final = (
+    *("additionalItems", "extends", "disallow", "divisibleBy"),
+    *("requires", "maxDecimal", "minimumCanEqual", "maximumCanEqual"),
+)
 """Keywords of older drafts, which llguidance ignores."""
 
 _LIMITS: Final = {"properties": PROPERTIES, "values in enumerations": VALUES}
@@ -187,7 +183,7 @@ def _allows_every_name(schema: Any, names: Any) -> bool:
     """Return whether `names`, a schema within `schema`, holds for every string; False in doubt."""
     if not isinstance(names, dict):
         return names is True
-    restrictions = names.keys() - ANNOTATIONS
+    restrictions = names.keys() & RESTRICTIONS
     if restrictions == {"$ref"}:
         return _allows_every_name(schema, _referred(schema, names))
     return restrictions <= {"type"} and "string" in names.get("type", "string")
@@ -236,7 +232,7 @@ def reachable(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def keywords_alone(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what each of the `reachable` schemas asks for by itself: without the schemas in it."""
     for where, each in reachable(schema, path):
-        alone = {name: each[name] for name in each.keys() - ANNOTATIONS - {*_ENFORCED, "$ref"}}
+        alone = {name: each[name] for name in each.keys() & RESTRICTIONS - {*_ENFORCED, "$ref"}}
         if alone.keys() - {"type"}:
             yield where, alone
 

@@ -30,6 +30,7 @@ ROOT: dict[str, Any] = {
         ({"$ref": "#/$defs/gone"}, {""}),
         ({"$ref": "other.json#/x"}, {""}),
         ({"allOf": [{"$ref": "#/$defs/text"}], "default": "a"}, {"string"}),
+        ({"oneOf": [{"$ref": "#/$defs/text"}], "discriminator": {"propertyName": "k"}}, {"string"}),
         ({"allOf": [{"type": "string"}, {"minLength": 1}]}, {""}),
         (
             {"oneOf": [{"const": 1}, {"const": [1]}, {"const": {"a": 1}}]},

@@ -92,6 +92,34 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
+UNENFORCED: dict[str, Any] = {
+    "not": {},
+    "if": {},
+    "then": {"type": "null"},
+    "else": {"type": "null"},
+    "contains": {},
+    "minContains": 1,
+    "maxContains": 1,
+    "uniqueItems": True,
+    "propertyNames": {"maxLength": 1},
+    "dependencies": {"a": ["b"]},
+    "dependentRequired": {"a": ["b"]},
+    "dependentSchemas": {"a": {}},
+    "unevaluatedItems": False,
+    "unevaluatedProperties": False,
+    "$dynamicRef": "#a",
+    "$recursiveRef": "#",
+    "additionalItems": False,
+    "extends": {"type": "null"},
+    "disallow": "string",
+    "divisibleBy": 2,
+    "requires": "a",
+    "maxDecimal": 2,
+    "minimumCanEqual": False,
+    "maximumCanEqual": False,
+}
+
+
 @pytest.fixture(scope="module", params=["chatglm3", "glm4"])
 def walker(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer]) -> Walker:
     return Walker(tokenizers[request.param], request.param)
@@ -313,6 +341,51 @@ def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_ot
     assert part_at_fault(str(refused.value)) == Part("f")
     walk = walker.walk("tool_calls", rules(loose, required=True, single=True), metadata="f", seed=2)
     assert not walk.ended or "a" in read(walker, walk.text)
+
+
+PET: dict[str, Any] = {
+    "oneOf": [{"$ref": "#/$defs/cat", "x-foo": 1}, {"$ref": "#/$defs/dog"}],
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/cat", "dog": "#/$defs/dog"}},
+}
+ANNOTATED = {
+    **obj(
+        pet=PET,
+        named={"type": "string", "maxLength": 3, "widget": "text", "x-order": {"not": {}}},
+        one={"enum": ["a", "b"], "enumDescriptions": ["", ""]},
+        maybe={"anyOf": [{"type": "boolean"}, {"type": "null"}], "nullable": True},
+        anything={"x-foo": None},
+    ),
+    "x-foo": [],
+    "$defs": {
+        name: obj(kind={"const": name}, days={"type": "integer", "maximum": 9, "contentEncoding": "x"})
+        for name in ("cat", "dog")
+    },
+}
+
+
+def test_what_no_draft_knows_is_an_annotation(walker: Walker) -> None:
+    tool = CallableTool("f", ANNOTATED, strict=True)
+    walker.grammars.compile(Grammar("json_schema", json.dumps(ANNOTATED)))
+    ended = 0
+    for seed in SEEDS:
+        walk = walker.walk("tool_calls", rules(tool, required=True, single=True), metadata="f", seed=seed)
+        if walk.ended:
+            ended += 1
+            jsonschema.validate(read(walker, walk.text), ANNOTATED)
+    assert ended > len(SEEDS) / 3
+
+
+@pytest.mark.parametrize("keyword", UNENFORCED)
+def test_what_a_draft_knows_is_enforced_or_refused(walker: Walker, keyword: str) -> None:
+    value = UNENFORCED[keyword]
+    schemas = [{keyword: value}, {"type": "object", keyword: value}, {"enum": [["a"]], keyword: value}]
+    if keyword == "uniqueItems":
+        schemas[0] = {"type": "array", keyword: value}
+    for schema in schemas:
+        parameters = obj(a=schema)
+        strict = rules(CallableTool("f", parameters, strict=True))
+        with pytest.raises(InvalidGrammarError, match=re.escape(keyword)):
+            walker.grammars.compile(Grammar("tool_calls", strict))
 
 
 @pytest.mark.parametrize(
