@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Final, TextIO, TypeVar
+from urllib.parse import quote
 
 import click
 
 from gateway.commands.chat import models_at
-from gateway.commands.endpoint import DEFAULT_URL, ClientError
-from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
+from gateway.commands.endpoint import DEFAULT_URL, ClientError, fetch
+from gateway.commands.load import TEXT_IDS, LoadPool, Workload, closed_loop, open_loop
 from gateway.commands.load_rows import LoadRow
 from gateway.commands.progress import Progress
 
@@ -107,6 +108,18 @@ def plot(measured: Sequence[Measured]) -> str:
 
 def _length(value: float, most: float) -> int:
     return round(_BAR * value / most) if most else 0
+
+
+def ids_at(url: str, key: str | None, model: str) -> int:
+    """Return the number of ids that prompts are drawn from: of `TEXT_IDS`, those that the model has.
+
+    What does not tell its vocabulary is taken to have them all.
+    """
+    try:
+        told = fetch(url, key, f"/tokenizer_info?model={quote(model, safe='')}").get("vocab_size")
+    except ClientError:
+        told = None
+    return min(told, TEXT_IDS.stop) if isinstance(told, int) and told > 0 else TEXT_IDS.stop
 
 
 def workloads(kind: str, prompts: Sequence[int], outs: Sequence[int], **same: Any) -> Iterator[Workload]:
@@ -222,6 +235,8 @@ def bench(
     at random moments, however many are being answered. Each pair of lengths is measured under each load.
     """
     model = model or models_at(url, key)[0]
+    if kind == "ids":
+        same["ids_below"] = ids_at(url, key, model)
     work = list(workloads(kind, prompt, out, url=url, model=model, key=key, **same))
     total = len(work) * len(rate or clients)
     measured: list[Measured] = []

@@ -24,7 +24,7 @@ def fetch(url: str, key: str | None, path: str, body: dict[str, Any] | None = No
     Args:
         url: http or https, perhaps with a path prefix; a `/v1` at its end does not count.
         key: sent as the bearer key; None if the endpoint needs none.
-        path: begins with `/v1/`.
+        path: of the route, such as `/v1/models`.
         body: the JSON object to send; None: a GET.
 
     Raises:

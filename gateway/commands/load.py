@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain, count, product
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import uvloop
 
@@ -38,7 +38,7 @@ _PROGRESS_S = 0.2
 _answered: "Synchronized[int] | None" = None
 """Counts what this process and its siblings have had answered; None: nobody counts."""
 
-_TEXT_IDS = range(300, 60_000)
+TEXT_IDS: Final = range(300, 60_000)
 """Ids that are text in every vocabulary of this size, neither bytes nor special."""
 
 _WORDS = [
@@ -76,7 +76,8 @@ class Workload:
     """Whether answers must have all of their tokens; not every endpoint can be told so."""
     shared: int = 0
     """Number of ids at the beginning that are the same in all prompts; they count towards `ids`."""
-    ids_below: int = _TEXT_IDS.stop
+    ids_below: int = TEXT_IDS.stop
+    """The model has at least so many ids."""
     out: int = 256
     """Tokens of each answer, exactly if `ignore_eos` is set."""
     spread: float = 0.0
@@ -151,7 +152,9 @@ class Workload:
 
     def _ids(self, name: str, length: int) -> list[int]:
         dice = random.Random(name)  # noqa: S311 - a prompt is no secret
-        return [dice.randrange(_TEXT_IDS.start, self.ids_below) for _ in range(length)]
+        # Of a small vocabulary the upper half, so that prompts still differ.
+        first = min(TEXT_IDS.start, self.ids_below // 2)
+        return [dice.randrange(first, self.ids_below) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

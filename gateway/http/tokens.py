@@ -73,4 +73,4 @@ async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str 
     record.model = card.id
     if card.chat_format is None:
         raise UnavailableError(f"The model {card.id} has not been reached yet.")
-    return respond_with(tokenizer_info(card.chat_format, card.max_context))
+    return respond_with(tokenizer_info(card.chat_format, card.max_context, card.vocabulary))

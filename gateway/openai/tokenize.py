@@ -138,10 +138,17 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
     eos_token: str
     pad_token: str
     model_max_length: int | None
+    vocab_size: int | None
+    """Number of ids that a prompt may have; None: the model does not tell."""
 
 
-def tokenizer_info(chat_format: str, max_context: int | None) -> TokenizerInfo:
-    """Describe the tokenizer of a model with this chat format and a context of `max_context` tokens.
+def tokenizer_info(chat_format: str, max_context: int | None, vocabulary: int | None) -> TokenizerInfo:
+    """Describe the tokenizer of a model.
+
+    Args:
+        chat_format: the name of its chat format.
+        max_context: tokens of prompt and answer together; None: not known.
+        vocabulary: number of its ids; None: not known.
 
     Raises:
         UpstreamProtocolError: the chat format is not known here.
@@ -153,6 +160,7 @@ def tokenizer_info(chat_format: str, max_context: int | None) -> TokenizerInfo:
         eos_token=form.eos_token,
         pad_token=form.pad_token,
         model_max_length=max_context,
+        vocab_size=vocabulary,
     )
 
 

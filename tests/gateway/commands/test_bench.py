@@ -81,6 +81,19 @@ async def test_an_open_loop_and_an_endpoint_that_is_told_less() -> None:
     assert (status, "'/absent/rows': No such file" in text) == (2, True)
 
 
+@pytest.mark.parametrize(("vocabulary", "below"), [(400, 400), (50, 50), (100_000, 60_000), (None, 60_000)])
+async def test_ids_are_of_the_model_that_is_asked(vocabulary: int | None, below: int) -> None:
+    upstream = FakeUpstream(counted)
+    upstream.vocabulary = vocabulary
+    async with on_socket(upstream) as served:
+        loop = ["--kind", "ids", "--prompt", "500", "--out", "1", "--clients", "1", "--processes", "1"]
+        status, text = await asyncio.to_thread(run, served.http.base_url, *loop)
+    assert status == 0, text
+    ids = {each for request in upstream.requests for each in request.prompt.ids}
+    assert below * 0.9 < max(ids) < below
+    assert len(ids) > 20
+
+
 async def test_mixed_lengths_and_further_fields() -> None:
     upstream = FakeUpstream(counted)
     async with on_socket(upstream) as served:

@@ -180,6 +180,7 @@ async def test_the_tokenizer_is_described() -> None:
                 "eos_token": "</s>",
                 "pad_token": "<unk>",
                 "model_max_length": 64,
+                "vocab_size": 5,
             },
         )
         tokens = await served.http.post("/tokenize", json={"prompt": "hi", "add_special_tokens": False})
