@@ -102,6 +102,14 @@ class Server(uvicorn.Server):
         for each in self.servers:
             each.close()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close everything, and end the application, too."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # Left out by uvicorn: the end of the event loop would cancel the application's task, which then
+            # cleans up as here, but is logged as a failure.
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Install no signal handlers."""

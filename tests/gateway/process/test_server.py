@@ -125,15 +125,16 @@ def test_what_only_the_server_can_end_gets_an_error_too() -> None:
         assert "Traceback" not in errors
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    with running(drain_s=60) as server:
-        Stream(server.url, tokens=400)
+def test_a_second_signal_ends_at_once_and_in_order() -> None:
+    with running(drain_s=60, log_level="warning") as server:
+        stream = Stream(server.url, tokens=400)
         server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 60
         while server.get("/health/ready").status_code != 503:
             assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGTERM)
-        assert server.end()[0] == 128 + signal.SIGTERM
+        assert server.end() == (128 + signal.SIGTERM, "")
+        assert stream.whole()[-1] == "data: [DONE]"
 
 
 def test_an_idle_server_ends_at_once() -> None:
