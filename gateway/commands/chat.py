@@ -175,10 +175,13 @@ class Chat:
         self._conversation.system = text or None
 
     def _model(self, name: str) -> None:
+        names = models_at(self._url, self._key)
         if name:
+            if name not in names:
+                raise ClientError(f"there is no model {name}: /model lists those there are")
             self._conversation.model = name
             return
-        for each in models_at(self._url, self._key):
+        for each in names:
             click.echo(f"{'*' if each == self._conversation.model else ' '} {each}")
 
     def _temperature(self, text: str) -> None:

@@ -215,7 +215,8 @@ class Answering:
         record.model = card.id
         record.stream = bool(request.stream)
         record.include_timings = bool(request.include_timings)
-        request.check_choices(min(settings.max_choices, limits.n or settings.max_choices))
+        of_gateway = settings.max_choices  # also where the two are equal: it sorts first
+        request.check_choices(*min((of_gateway, "this gateway"), (limits.n or of_gateway, "this model")))
         request.check_bound(limits.max_tokens)
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
         # A stream whose model takes long to load begins with pings.

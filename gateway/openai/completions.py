@@ -102,7 +102,7 @@ class CompletionRequest(AnyCompletionRequest):
         """The number of answers requested, to all prompts together."""
         return len(self.prompts) * (self.n or 1)
 
-    def check_choices(self, limit: int) -> None:
+    def check_choices(self, limit: int, whose: str) -> None:
         """Refuse more answers than `limit`."""
         prompts = len(self.prompts)
         answers = max(self.n or 1, self.beam_width)
@@ -110,10 +110,10 @@ class CompletionRequest(AnyCompletionRequest):
             each = f" with {answers} answers or beams each" if self.beam_width > 1 else ""
             each = each or (f" with {self.n} answers each" if self.n else "")
             raise InvalidRequestError(
-                f"There are {prompts} prompts{each}, and this gateway allows {limit} answers in one request.",
+                f"There are {prompts} prompts{each}, and {whose} allows {limit} answers in one request.",
                 param="prompt",
             )
-        super().check_choices(limit)
+        super().check_choices(limit, whose)
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that were given."""

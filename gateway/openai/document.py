@@ -137,7 +137,7 @@ class Strict(BaseModel):
     """Keys that would change the answer and are not supported, each with the value that has no effect. Those
     of bases are among them, but for what is a field here."""
     refusals: ClassVar[Mapping[str, str]] = {}
-    """Why some of them are not supported."""
+    """Why some of them are not supported, and what to do instead."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Keys that are ignored, each with the value that means what happens anyway and is not named."""
 
@@ -172,7 +172,7 @@ class Strict(BaseModel):
         neutral = cls.unsupported
         for name, value in document.items():
             if name in neutral and not _asks_nothing(value, neutral[name]):
-                refusal = cls.refusals.get(name, _UNSUPPORTED) + _only(neutral[name])
+                refusal = cls.refusals.get(name) or _UNSUPPORTED + _only(neutral[name])
                 raise fault(name, refusal, "unsupported")
         # Null, false and what is empty ask for nothing, but where something else does.
         unknown = (

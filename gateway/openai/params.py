@@ -197,14 +197,14 @@ class GenerationRequest(Body, ABC):
         """The number of answers requested."""
         return 1
 
-    def check_choices(self, limit: int) -> None:
-        """Refuse more answers than `limit`.
+    def check_choices(self, limit: int, whose: str) -> None:
+        """Refuse more answers than `limit`, which is that of `whose`, described for errors.
 
         Raises:
             InvalidRequestError: with the field that asks for them in `param`.
         """
         if self.choices > limit:
-            raise InvalidRequestError(f"n is {self.choices}, and this gateway allows {limit}.", param="n")
+            raise InvalidRequestError(f"n is {self.choices}, and {whose} allows {limit}.", param="n")
 
     def check_bound(self, limit: int | None) -> None:
         """Refuse more new tokens than `limit`; None: there is none.
@@ -373,12 +373,12 @@ class AnyCompletionRequest(GenerationRequest):
         """The number of beams of the search; 0: answers are sampled."""
         return (self.best_of or self.n or 1) if self.use_beam_search else 0
 
-    def check_choices(self, limit: int) -> None:
+    def check_choices(self, limit: int, whose: str) -> None:
         """Refuse more answers, or beams, than `limit`."""
-        super().check_choices(limit)
+        super().check_choices(limit, whose)
         if self.beam_width > limit:
             raise InvalidRequestError(
-                f"best_of is {self.beam_width}, and this gateway allows {limit}.", param="best_of"
+                f"best_of is {self.beam_width}, and {whose} allows {limit}.", param="best_of"
             )
 
     @property

@@ -6,7 +6,7 @@ states of items are bookkeeping, since nothing is stored that they could refer t
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -292,15 +292,16 @@ Input = Annotated[
     str | Annotated[Items[Item], Field(min_length=1, max_length=MESSAGES_LIMIT)], at_most(MESSAGES_LIMIT)
 ]
 
+_KEEPS: Final = "needs a server that keeps responses, which this one does not: "
+
 
 class _InputRequest(Body):
     """What makes a prompt. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"conversation": None, "previous_response_id": None}
     refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("background", "conversation", "previous_response_id"),
-        "needs a server that keeps responses, which this one does not: "
-        "send the whole conversation in input (as many clients do with store=False)",
+        ("conversation", "previous_response_id"),
+        _KEEPS + "send the whole conversation in input (as many clients do with store=False)",
     )
 
     subject: ClassVar[str] = "input"
@@ -350,6 +351,10 @@ class ResponsesRequest(_InputRequest, GenerationRequest):
     """A request for a response. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"prompt": None, "background": False}
+    refusals: ClassVar[Mapping[str, str]] = {
+        **_InputRequest.refusals,
+        "background": _KEEPS + "give background=false",
+    }
 
     input: Input
     max_output_tokens: TokenBound | None = None

@@ -286,6 +286,10 @@ class TritonUpstream:
             absent.add(ReplicaState.NOT_READY)
         return all(replica.state in absent for replica in self._find(model_id))
 
+    def _is_awaited(self, model_id: str) -> bool:
+        """Whether requests for a model wait, since all of its Tritons are down; one that failed does, too."""
+        return self._options.upstream_wait_s > 0 and self._is_absent(model_id)
+
     def _check_controllable(self, model_id: str) -> None:
         """Refuse a model that is not configured; if models are discovered, any may be controlled."""
         if self._closed or self._options.models:
@@ -334,7 +338,12 @@ class TritonUpstream:
             return  # only the end of the call failed
         if attempts.started and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
             return
-        another = len(attempts.called) < _ATTEMPTS_LIMIT and attempts.able(self._find(request.model))
+        awaited = self._is_awaited(request.model)
+        if awaited:
+            attempts.tried.clear()  # they are asked again once they are back
+        another = len(attempts.called) < _ATTEMPTS_LIMIT and (
+            awaited or attempts.able(self._find(request.model))
+        )
         if attempts.started or attempts.delivered or not treatment.failover or not another:
             raise error.to_gateway(request) from error
 

@@ -193,8 +193,11 @@ class Supervisor:
                     raise ModelError(f"{model.name}: {fault}") from error
             model.up, down = False, True
             self._emit(ModelDown(model.name, fault))
-            await self._clear(client, model)
+            # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
+            kill(self._server.stubs(model.name))
+            # Until it is loaded again, Triton calls it dead, and not unloaded as if somebody had meant it.
             await asyncio.sleep(model.backoff.failed())
+            await self._clear(client, model)
 
     async def _load(self, client: TritonClient, model: _Model) -> None:
         """Load the model, and wait until its engine has answered a probe.
@@ -266,8 +269,6 @@ class Supervisor:
         Streams that were running on a dead stub never end, so its instance remains UNLOADING until the server
         stops. But it holds no memory any more, and a load creates a new instance.
         """
-        # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
-        kill(self._server.stubs(model.name))
         with contextlib.suppress(ModelError):  # the load will say what is wrong
             await client.unload(model.name, _CALL_TIMEOUT_S)
 

@@ -152,6 +152,8 @@ async def test_a_conversation(tmp_path: Path) -> None:
         await chat.shows("no temperature")
         await chat.type("/temperature 0.5\n")
         await chat.type("/model org/glm-2\n")
+        await chat.type("/model nope\n")
+        await chat.shows("no model nope")
         await chat.type("/retry\n")
         await chat.shows("3 tokens")
         await chat.type(f"/save {file}\n")

@@ -37,7 +37,7 @@ async def test_defaults_stand_in_for_what_a_request_leaves_out() -> None:
 
 async def test_a_top_p_of_0_is_the_least_that_backends_take() -> None:
     upstream = FakeUpstream()
-    routes = {
+    routes: dict[str, dict[str, object]] = {
         "chat/completions": {"messages": MESSAGES},
         "completions": {"prompt": "a"},
         "responses": {"input": "a"},
@@ -80,6 +80,32 @@ async def test_limits_name_the_field(path: str, asked: dict[str, object], param:
         answer = await served.http.post(path, json={"model": "glm"} | asked)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not upstream.requests
+
+
+@pytest.mark.parametrize(
+    ("limits", "allows"),
+    [
+        ({"n": 2}, "this model allows 2"),
+        ({"n": 9}, "this gateway allows 4"),
+        ({}, "this gateway allows 4"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "asked", "many"),
+    [
+        ("chat/completions", {"messages": MESSAGES, "n": 5}, "n is 5"),
+        ("completions", {"prompt": ["a"] * 5}, "There are 5 prompts"),
+        ("completions", {"prompt": "a", "use_beam_search": True, "best_of": 5}, "best_of is 5"),
+    ],
+)
+async def test_more_answers_than_a_limit_are_told_whose_it_is(
+    path: str, asked: dict[str, object], many: str, limits: dict[str, int], allows: str
+) -> None:
+    models = {"glm": {"limits": limits}}
+    async with in_process(FakeUpstream(), models=models, max_choices=4) as served:
+        answer = await served.http.post(f"/v1/{path}", json={"model": "glm"} | asked)
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{many}, and {allows}"), message
 
 
 async def test_a_prompt_longer_than_its_model_allows_is_refused_before_it_is_answered() -> None:

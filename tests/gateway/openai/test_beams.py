@@ -139,14 +139,14 @@ def test_the_models_defaults_of_sampling_are_not_for_a_search(route: tuple[Read,
 def test_the_limit_on_answers_is_one_on_beams() -> None:
     for route in (CHAT, COMPLETION):
         asked = read(route, n=2, best_of=5)
-        asked.check_choices(5)
+        asked.check_choices(5, "it")
         with pytest.raises(InvalidRequestError) as refused:
-            asked.check_choices(4)
+            asked.check_choices(4, "it")
         assert refused.value.param == "best_of"
     several = read((CompletionRequest.read, {"prompt": ["a", "b"]}), n=2, best_of=5)
-    several.check_choices(10)
+    several.check_choices(10, "it")
     with pytest.raises(InvalidRequestError, match="2 prompts with 5 answers or beams each") as refused:
-        several.check_choices(9)
+        several.check_choices(9, "it")
     assert refused.value.param == "prompt"
 
 

@@ -168,14 +168,14 @@ def test_several_prompts_are_asked_for_one_by_one(prompt: Any, expected: list[Pl
 
 
 def test_prompts_times_n_are_bounded() -> None:
-    read(prompt=["a", "b"], n=2).check_choices(4)
+    read(prompt=["a", "b"], n=2).check_choices(4, "it")
     for asked, param in (
         ({"prompt": ["a"] * 5}, "prompt"),
         ({"prompt": ["a", "b"], "n": 3}, "prompt"),
         ({"n": 5}, "n"),
     ):
         with pytest.raises(InvalidRequestError) as refused:
-            read(**asked).check_choices(4)
+            read(**asked).check_choices(4, "it")
         assert refused.value.param == param
 
 
