@@ -54,7 +54,7 @@ def test_an_answer_says_what_it_is(sdk: openai.OpenAI) -> None:
     ("wrong", "param"),
     [
         ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"frequency_penalty": 2.1}, "frequency_penalty"),
         ({"max_tokens": 0}, "max_tokens"),

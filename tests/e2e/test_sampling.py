@@ -48,6 +48,7 @@ def test_a_min_p_of_1_is_greedy(model: str, sdk: openai.OpenAI) -> None:
     assert ids(sdk, model, temperature=2, seed=5, extra_body={"min_p": 0}) != greedy
     assert ids(sdk, model, temperature=2, seed=5, extra_body={"top_k": 1}) == greedy
     assert ids(sdk, model, temperature=2, seed=5, top_p=1e-9) == greedy
+    assert ids(sdk, model, temperature=2, seed=5, top_p=0) == greedy
 
 
 def test_seeds_repeat_among_others_that_ask_for_anything(sdk: openai.OpenAI) -> None:
@@ -90,7 +91,7 @@ def test_log_probabilities_of_the_20_most_likely_are_the_models_own(model: str, 
     ("name", "value"),
     [
         ("temperature", 2.1),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("top_logprobs", 21),
