@@ -21,10 +21,16 @@ class Attempts:
     """The attempts of one request: calls in the trace of the current task's HTTP request.
 
     An HTTP request with several prompts has one of these per prompt.
+
+    Args:
+        request: what is to be answered.
+        wait_s: how long it waits in all while no Triton serves its model.
     """
 
-    def __init__(self, request: Generation | Tokenization | Embedding) -> None:
+    def __init__(self, request: Generation | Tokenization | Embedding, wait_s: float = 0.0) -> None:
         self.request = request
+        self.wait_s = wait_s
+        """What is left of that."""
         self.model = request.public_name or request.model
         """What the client's model is called in logs, metrics and traces."""
         self.tried: list[Replica] = []

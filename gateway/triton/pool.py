@@ -96,7 +96,7 @@ class TritonUpstream:
     async def met(self, model_id: str, deadline: float) -> None:
         """Wait for what a model's Triton tells of it: see `gateway.core.upstream.Upstream.met`."""
         with self._in_use():
-            async for _ in self._absence(model_id, deadline):
+            async for _ in self._absence(model_id, deadline, self._options.upstream_wait_s):
                 pass
 
     def models(self) -> list[ModelCard]:
@@ -123,7 +123,7 @@ class TritonUpstream:
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Run `request`: see `gateway.core.upstream.Upstream.generate`."""
-        attempts = Attempts(request)
+        attempts = Attempts(request, self._options.upstream_wait_s)
         generated = False
         with self._in_use():
             while not attempts.complete:
@@ -182,7 +182,7 @@ class TritonUpstream:
         self, request: Tokenization | Embedding, ask: Callable[[Replica, Headers], Awaitable[T]]
     ) -> T:
         """Return what `ask` returns, which runs `request` on a replica."""
-        attempts = Attempts(request)
+        attempts = Attempts(request, self._options.upstream_wait_s)
         with self._in_use():
             while True:
                 async for _ in self._waiting(attempts):
@@ -219,8 +219,13 @@ class TritonUpstream:
             GatewayError: the model cannot be loaded, or not in time, is not to be served, or was unloaded.
         """
         request, clock = attempts.request, asyncio.get_running_loop().time
-        async for _ in self._absence(request.model, request.deadline):
+        begun = clock()
+        if attempts.tried and not attempts.able(self._find(request.model)):
+            await asyncio.sleep(_PAUSE_S)  # in which probes tell what has become of those that failed
+            attempts.tried.clear()  # they may be asked again
+        async for _ in self._absence(request.model, request.deadline, attempts.wait_s):
             yield
+        attempts.wait_s = max(attempts.wait_s - (clock() - begun), 0.0)
         if self._on_demand is not None:
             async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
                 async for _ in waits:
@@ -236,8 +241,8 @@ class TritonUpstream:
             await asyncio.sleep(_PAUSE_S)
             yield
 
-    async def _absence(self, model_id: str, deadline: float) -> AsyncGenerator[None, None]:
-        """Yield now and then while a request waits for a Triton that has the model.
+    async def _absence(self, model_id: str, deadline: float, wait_s: float) -> AsyncGenerator[None, None]:
+        """Yield now and then while a request waits for a Triton that has the model, for `wait_s` at most.
 
         Raises:
             GatewayError: the model is not to be served.
@@ -245,7 +250,7 @@ class TritonUpstream:
         clock = asyncio.get_running_loop().time
         if self._on_demand is None:
             await self._look(model_id, min(clock() + _LOOK_WITHIN_S, deadline - LEFT_S))
-        until = self._waits_until(deadline)
+        until = min(clock() + wait_s, deadline - LEFT_S)
         while self._is_absent(model_id) and clock() < until:
             await asyncio.sleep(_PAUSE_S)
             yield
@@ -278,17 +283,15 @@ class TritonUpstream:
     def _is_absent(self, model_id: str) -> bool:
         """Whether a model has no Triton, or all of its Tritons are down or loading it.
 
+        Those from which it was unloaded on purpose do not count, unless that is all of them.
+
         Raises:
             GatewayError: as `_find`.
         """
-        absent = {ReplicaState.UNKNOWN, *_DOWN}
-        if self._on_demand is None:  # which sees to what a Triton has not loaded
-            absent.add(ReplicaState.NOT_READY)
-        return all(replica.state in absent for replica in self._find(model_id))
-
-    def _is_awaited(self, model_id: str) -> bool:
-        """Whether requests for a model wait, since all of its Tritons are down; one that failed does, too."""
-        return self._options.upstream_wait_s > 0 and self._is_absent(model_id)
+        states = {replica.state for replica in self._find(model_id)}
+        if self._on_demand is not None:  # which sees to what a Triton has not loaded
+            return states <= {ReplicaState.UNKNOWN, *_DOWN}
+        return ReplicaState.READY not in states and states != {ReplicaState.UNLOADED}
 
     def _check_controllable(self, model_id: str) -> None:
         """Refuse a model that is not configured; if models are discovered, any may be controlled."""
@@ -313,11 +316,17 @@ class TritonUpstream:
             with attempts.call(replica) as (call, headers), replica.in_use():
                 yield replica, call, headers
         except TritonError as error:
-            replica.suspect(error)
-            self._failed(attempts, replica, error)
+            down = replica.suspect(error)
+            self._failed(attempts, replica, error, down=down)
 
-    def _failed(self, attempts: Attempts, replica: Replica, error: TritonError) -> None:
-        """Record that an attempt failed; return if another one may be made.
+    def _failed(self, attempts: Attempts, replica: Replica, error: TritonError, *, down: bool) -> None:
+        """Record that an attempt failed; return if another one may be made, perhaps after a wait.
+
+        Args:
+            attempts: those of the request.
+            replica: where it failed.
+            error: why.
+            down: whether the replica may be down, so that the request may wait as those that come later do.
 
         Raises:
             GatewayError: it was the last attempt.
@@ -338,12 +347,8 @@ class TritonUpstream:
             return  # only the end of the call failed
         if attempts.started and treatment.failover and attempts.resumes < _RESUMES_LIMIT:
             return
-        awaited = self._is_awaited(request.model)
-        if awaited:
-            attempts.tried.clear()  # they are asked again once they are back
-        another = len(attempts.called) < _ATTEMPTS_LIMIT and (
-            awaited or attempts.able(self._find(request.model))
-        )
+        elsewhere = attempts.able(self._find(request.model))
+        another = len(attempts.called) < _ATTEMPTS_LIMIT and (elsewhere or (down and attempts.wait_s > 0))
         if attempts.started or attempts.delivered or not treatment.failover or not another:
             raise error.to_gateway(request) from error
 

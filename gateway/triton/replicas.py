@@ -208,8 +208,10 @@ class Replica:
         self._suspected.set()
         return self._looked
 
-    def suspect(self, error: TritonError) -> None:
+    def suspect(self, error: TritonError) -> bool:
         """Record that a request failed here, and probe it at once if that may be the replica's fault.
+
+        Returns whether it may be down: the next probe tells.
 
         It stays selected if only a connection broke: the probe tells within milliseconds what it was. What
         else failed might cost the next request its idle timeout.
@@ -219,6 +221,7 @@ class Replica:
             self._become(state, error.detail)
         if state is not None or error.fault in _BROKEN:
             self._suspected.set()
+        return self.state is not ReplicaState.READY or error.fault in _BROKEN
 
     async def watch(self) -> None:
         """Probe for ever: at an interval while ready, otherwise with growing pauses; at once if suspected."""

@@ -174,7 +174,7 @@ class Supervisor:
         model.up = down = False
         while True:
             try:
-                await self._load(client, model)
+                await self._load(client, model, again=down)
                 model.up = True
                 if down:
                     self._emit(ModelUp(model.name))
@@ -194,13 +194,12 @@ class Supervisor:
             model.up, down = False, True
             self._emit(ModelDown(model.name, fault))
             # A stuck stub would delay its own unloading, and keep its memory beside the new stub's.
-            kill(self._server.stubs(model.name))
-            # Until it is loaded again, Triton calls it dead, and not unloaded as if somebody had meant it.
+            model.stubs = self._server.stubs(model.name)
+            kill(model.stubs)
             await asyncio.sleep(model.backoff.failed())
-            await self._clear(client, model)
 
-    async def _load(self, client: TritonClient, model: _Model) -> None:
-        """Load the model, and wait until its engine has answered a probe.
+    async def _load(self, client: TritonClient, model: _Model, *, again: bool) -> None:
+        """Load the model, `again` after it failed, and wait until its engine has answered a probe.
 
         Raises:
             ModelError: Triton refused, or the model does not answer.
@@ -210,6 +209,8 @@ class Supervisor:
             started, absent = time.monotonic(), 0
             self._emit(Loading(model.name, 0.0))
             self._server.log.mark()
+            if again:
+                await self._clear(client, model)
             call = asyncio.create_task(client.load(model.name))
             try:
                 while not (await asyncio.wait({call}, timeout=_INTERVAL_S))[0]:
@@ -266,11 +267,15 @@ class Supervisor:
     async def _clear(self, client: TritonClient, model: _Model) -> None:
         """Unload a model that failed: loading does nothing while Triton considers it ready.
 
+        Only right before it is loaded: in the pause, and while others load, Triton calls it dead, and not
+        unloaded as if somebody had meant it. One that somebody has loaded meanwhile stays.
+
         Streams that were running on a dead stub never end, so its instance remains UNLOADING until the server
         stops. But it holds no memory any more, and a load creates a new instance.
         """
-        with contextlib.suppress(ModelError):  # the load will say what is wrong
-            await client.unload(model.name, _CALL_TIMEOUT_S)
+        if self._server.stubs(model.name) <= model.stubs:
+            with contextlib.suppress(ModelError):  # the load will say what is wrong
+                await client.unload(model.name, _CALL_TIMEOUT_S)
 
 
 def load_failure(message: str, log: ServerLog) -> str:

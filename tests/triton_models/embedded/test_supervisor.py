@@ -147,6 +147,31 @@ async def test_a_dead_process_is_seen_without_a_request(triton: Triton, watched:
     await watched.next(events.ModelUp)
 
 
+async def test_it_is_not_unloaded_while_another_loads(triton: Triton, watched: Watched) -> None:
+    """Only one loads at a time, which may take minutes: until then it is to be seen as dead."""
+    await watched.next(events.Ready)
+    async with watched.supervisor._loading:
+        triton.processes.clear()
+        await watched.next(events.ModelDown)
+        await asyncio.sleep(0.1)
+        assert triton.calls == ["start", "load"]
+    await watched.next(events.ModelUp)
+    assert triton.calls[2:] == ["unload", "load"]
+
+
+async def test_what_somebody_loaded_in_a_pause_is_not_unloaded(
+    triton: Triton, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.next(events.Ready)
+    monkeypatch.setattr(supervisor.Backoff, "failed", lambda _: 0.3)
+    triton.processes.clear()
+    await watched.next(events.ModelDown)
+    await asyncio.sleep(0.1)
+    triton.processes.add(-1)
+    await watched.next(events.ModelUp)
+    assert triton.calls[2:] == ["load"]
+
+
 async def test_a_process_that_somebody_replaced_is_no_fault(triton: Triton, watched: Watched) -> None:
     await watched.next(events.Ready)
     triton.processes.clear()
