@@ -247,7 +247,8 @@ def engine_requests(up: UpProcess) -> float:
 UNBOUNDED = {"model": "chatglm3", "messages": LONG["messages"], "ignore_eos": True}
 
 
-def test_who_gives_no_bound_gets_the_settings(http: httpx.Client) -> None:
+def test_who_gives_no_bound_gets_the_settings(narrow: ServeProcess, http: httpx.Client) -> None:
+    wait_until(narrow.is_ready)  # another test may just have kept its Triton from it
     bounded = http.post(CHAT, json=UNBOUNDED).json()
     assert bounded["usage"]["completion_tokens"] == TOKENS
     assert bounded["choices"][0]["finish_reason"] == "length"
