@@ -54,7 +54,7 @@ def test_times_of_the_gateway_and_of_the_engine(stream: bool, up: UpProcess, sdk
         assert times["queued_ms"] >= 0
         assert times["engine_queued_ms"] >= 0
         assert times["queued_ms"] + times["engine_queued_ms"] <= times["first_token_ms"] + ROUNDING_MS
-        assert times["generation_ms"] > times["first_token_ms"] - times["engine_queued_ms"]
+        assert times["generation_ms"] > 0
         assert times["first_token_ms"] + times["generation_ms"] <= times["server_ms"] + ROUNDING_MS
 
 

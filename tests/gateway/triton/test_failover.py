@@ -385,34 +385,3 @@ async def test_a_model_that_reports_no_logits_is_not_asked(tritons: Any, serve: 
     with pytest.raises(InvalidRequestError, match="reports no logits"):
         await collect(pool, generation(prompt=TokenIds((1,)), max_tokens=0, logits=True))
     assert not triton.requests
-
-
-async def test_a_request_whose_model_dies_under_it_waits_as_those_that_come_later_do(
-    tritons: Any, serve: Serve
-) -> None:
-    triton = await tritons()
-    pool = await serve(triton, upstream_wait_s=60.0)
-    answers = triton.model.answer
-    triton.model.answer = triton.model.probe = refusing("Stub process 'm_0_0' is not healthy.")
-    asking = asyncio.create_task(collect(pool, generation()))
-    await until(lambda: pool.replicas()[0].state is ReplicaState.STUCK)
-    assert not asking.done()
-    triton.model.answer, triton.model.probe = answers, None
-    assert text(await asyncio.wait_for(asking, 60)) == "Hello"
-
-
-async def test_without_a_time_to_wait_it_is_an_error_at_once(tritons: Any, serve: Serve) -> None:
-    triton = await tritons()
-    pool = await serve(triton, upstream_wait_s=0.0)
-    triton.model.answer = triton.model.probe = refusing("Stub process 'm_0_0' is not healthy.")
-    with pytest.raises(UnavailableError, match="died"):
-        await collect(pool, generation())
-
-
-async def test_a_request_that_kills_its_model_is_not_sent_for_ever(tritons: Any, serve: Serve) -> None:
-    triton = await tritons()
-    pool = await serve(triton, upstream_wait_s=60.0)
-    triton.model.answer = refusing("Stub process 'm_0_0' is not healthy.")
-    with pytest.raises(UnavailableError, match="died"):
-        await asyncio.wait_for(collect(pool, generation()), 60)
-    assert len(triton.requests) == 3

@@ -116,6 +116,21 @@ async def test_the_wait_for_a_model_that_stays_dead_ends(triton: FakeTriton, ser
     assert len(triton.requests) == 1
 
 
+async def test_without_a_time_to_wait_it_is_an_error_at_once(triton: FakeTriton, serve: Any) -> None:
+    pool = await serve(triton, upstream_wait_s=0.0)
+    kill(triton)
+    with pytest.raises(UnavailableError, match="has died"):
+        await collect(pool, generation())
+
+
+async def test_a_request_that_kills_its_model_is_not_sent_for_ever(triton: FakeTriton, serve: Any) -> None:
+    pool = await serve(triton, upstream_wait_s=60.0)
+    triton.model.answer = refusing(DEAD)
+    with pytest.raises(UnavailableError, match="has died"):
+        await collect(pool, generation())
+    assert len(triton.requests) == 3
+
+
 async def test_one_whose_client_has_text_is_not_asked_again(triton: FakeTriton, serve: Any) -> None:
     pool = await serve(triton, upstream_wait_s=60.0, resume=False)
     triton.model.answer = refusing(DEAD, accepted(), reply("Hel", Meta(tokens=1)))

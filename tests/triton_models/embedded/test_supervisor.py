@@ -62,18 +62,6 @@ async def test_a_first_load_that_fails_ends_it(triton: Triton, watched: Watched)
     assert str(failure) == "m: no such file"
 
 
-async def test_a_model_that_died_is_not_unloaded_before_it_is_loaded_again(
-    triton: Triton, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton would call it unloaded meanwhile, which a gateway takes for somebody's wish."""
-    await watched.next(events.Ready)
-    monkeypatch.setattr(supervisor.Backoff, "failed", lambda _: 1000.0)
-    triton.processes.clear()
-    await watched.next(events.ModelDown)
-    await asyncio.sleep(0.05)
-    assert triton.calls == ["start", "load"]
-
-
 async def test_a_first_load_whose_model_does_not_answer_fails(triton: Triton, watched: Watched) -> None:
     triton.answers = [ModelError("the engine failed")]
     assert str(await watched.failure()) == "m: the engine failed"
