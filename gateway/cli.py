@@ -231,7 +231,12 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
     device, count, models = options.pop("device"), options.pop("replicas"), options.pop("model")
     try:
         replicas = plan_replicas(
-            device, count, models=models, **options, trace_endpoint=settings.trace_endpoint
+            device,
+            count,
+            models=models,
+            load_at_start=settings.max_loaded_models,
+            **options,
+            trace_endpoint=settings.trace_endpoint,
         )
     except ValueError as error:
         raise _Misconfigured(str(error)) from None

@@ -60,7 +60,13 @@ class Replica:
 
 
 def plan_replicas(
-    device: str, count: int | None, *, metrics_port: int, models: Sequence[str], **options: object
+    device: str,
+    count: int | None,
+    *,
+    metrics_port: int,
+    models: Sequence[str],
+    load_at_start: int | None = None,
+    **options: object,
 ) -> list[Replica]:
     """Return the Tritons to run.
 
@@ -72,6 +78,7 @@ def plan_replicas(
         count: how many; None: one a device.
         metrics_port: the first one's; the others have those that follow. 0: any free ones.
         models: what each of them serves, as `--model` has it; empty: the built-in model.
+        load_at_start: how many of them it loads, which is how many it ever has loaded at once; None: all.
         options: the child's other flags (see `triton_command`).
 
     Raises:
@@ -89,11 +96,12 @@ def plan_replicas(
     places = [devices[number % len(devices)] for number in range(count)]
     replicas = []
     for number, place in enumerate(places):
-        engines = places.count(place) * max(1, len(models))
+        engines = places.count(place) * max(1, min(len(models), load_at_start or len(models)))
         divided = engines > 1 and options.get("kv_memory_gib") is None
         command = triton_command(
             model=tuple(models),
             metrics_port=metrics_port and metrics_port + number,
+            load_at_start=load_at_start,
             device=place,
             memory_share=1 / engines if divided else None,
             **options,

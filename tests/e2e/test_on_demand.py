@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.e2e.serve_process import ServeProcess
 from tests.e2e.stock_server import StockServer, stock_server
-from tests.e2e.up_process import wait_until
+from tests.e2e.up_process import GOLDEN, UpProcess, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -107,6 +108,36 @@ async def test_ten_models_in_the_room_of_two(server: StockServer) -> None:
         assert len(MODELS) <= loads <= CLIENTS
         assert unloads >= loads - ROOM - 1
         assert most == ROOM  # on one machine, no race is lost
+
+
+def test_up_loads_as_many_as_may_be_and_no_failed_load_twice(tmp_path: Path) -> None:
+    for name in ("first", "second", "broken"):
+        shutil.copytree(GOLDEN / "chatglm3", tmp_path / name)
+    flags = [text for name in ("first", "second", "broken") for text in ("--model", str(tmp_path / name))]
+    limits = ("--load-on-demand", "--max-loaded-models", "1", "--min-loaded-s", "0.3")
+    with UpProcess(*flags, "--dtype", "float32", *limits) as up:
+        up.wait_ready()
+        wait_until(lambda: loaded(up) == {"first"})
+        assert answer(up, "second").status_code == 200
+        assert loaded(up) == {"second"}
+        (tmp_path / "broken" / "config.json").unlink()
+        refused = answer(up, "broken")
+        assert refused.status_code == 503, refused.text
+        assert "could not be loaded" in refused.text
+        assert answer(up, "first").status_code == 200
+        until = time.monotonic() + 4
+        while time.monotonic() < until:  # nobody loads again what could not be loaded, or makes room for it
+            assert loaded(up) == {"first"}
+
+
+def loaded(up: UpProcess) -> set[str]:
+    models = httpx.get(up.base_url + "/v1/models", timeout=20).json()["data"]
+    return {model["id"] for model in models if not model.get("unloaded", False)}
+
+
+def answer(up: UpProcess, model: str) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    return httpx.post(up.base_url + "/v1/chat/completions", json=body, timeout=60)
 
 
 def listed(gateway: ServeProcess) -> list[str]:

@@ -75,6 +75,14 @@ def test_devices_are_given_in_turn_and_what_is_shared_is_divided(monkeypatch: py
     assert key != plan("cpu", 1)[0].environment["TRITONGATE_REPOSITORY_KEY"]
 
 
+def test_memory_is_divided_among_the_models_that_may_be_loaded_at_once() -> None:
+    (only,) = plan("cuda:0", None, models=("a=/x", "b=/y", "c=/z"), load_at_start=2)
+    assert flags(only).endswith("--metrics-port 8002 --load-at-start 2 --device cuda:0 --memory-share 0.5")
+    for limit in (3, 9):
+        (only,) = plan("cuda:0", None, models=("a=/x",), load_at_start=limit)
+        assert "--memory-share" not in flags(only)
+
+
 def test_what_was_chosen_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     for replica in plan("cpu", 2, metrics_port=0, kv_memory_gib=1.5):

@@ -63,7 +63,9 @@ class TritonClient:
         await self._call("RepositoryModelUnload", request, timeout_s)
 
     async def unloaded(self, entry: str, timeout_s: float) -> bool:
-        """Whether `entry` was unloaded on purpose or never loaded, or is being loaded or unloaded.
+        """Whether `entry` is not loaded, whatever the reason, or is being loaded or unloaded.
+
+        Triton calls an entry ready whose process has died.
 
         Raises:
             ModelError: Triton did not say so in time.
@@ -71,8 +73,7 @@ class TritonClient:
         index = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(), timeout_s)
         for model in index.models:
             if model.name == entry:
-                gone = model.state in {"", "UNAVAILABLE"} and model.reason in {"", "unloaded"}
-                return gone or model.state in {"LOADING", "UNLOADING"}
+                return model.state in {"", "UNAVAILABLE", "LOADING", "UNLOADING"}
         return True
 
     async def probe(self, entry: str, timeout_s: float) -> ProbeReport:

@@ -35,6 +35,12 @@ from wire.flags import model_flags
 )
 @click.option("--grpc-port", default=0, show_default="any free", type=click.IntRange(0, 65535))
 @click.option("--metrics-port", default=0, show_default="any free", type=click.IntRange(0, 65535))
+@click.option(
+    "--load-at-start",
+    type=click.IntRange(min=1),
+    show_default="all",
+    help="How many models to load, the first ones; the others wait until somebody asks Triton to load them.",
+)
 @click.option("--device", default="auto", show_default=True, metavar="auto|cpu|cuda:N")
 @click.option(
     "--repository-key",
@@ -100,6 +106,7 @@ async def _serve(
     repository: Path | None,
     grpc_port: int,
     metrics_port: int,
+    load_at_start: int | None,
     device: str,
     repository_key: str,
     **options: Any,
@@ -133,7 +140,7 @@ async def _serve(
         ports = Ports(grpc=grpc_port, metrics=metrics_port)
         where = (repository or run.repository).resolve()
         server = TritonServer(installation, run, where, ports, arguments, repository_key)
-        await Supervisor(server, served, emit).run()
+        await Supervisor(server, served, emit, at_start=load_at_start).run()
     except EmbeddedError as error:
         kept = run.log.exists() and run.log.stat().st_size > 0
         raise EmbeddedError(f"{error} (log: {run.keep_log()})" if kept else str(error)) from error

@@ -68,6 +68,8 @@ class Backoff:
 class _Model:
     name: str
     """Also its repository entry's."""
+    at_start: bool = True
+    """Whether it is loaded with the server; else somebody loads it by Triton's API."""
     up: bool = False
     """It answered a probe after its last load."""
     deaths: int = 0
@@ -86,11 +88,22 @@ class Supervisor:
         server: not yet started.
         models: names of the repository entries to serve.
         emit: told everything that happens.
+        at_start: how many of them to load, the first ones; None: all. Each of them is repaired once it was
+            loaded, whoever did it.
     """
 
-    def __init__(self, server: TritonServer, models: Sequence[str], emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        server: TritonServer,
+        models: Sequence[str],
+        emit: Callable[[Event], None],
+        *,
+        at_start: int | None = None,
+    ) -> None:
         self._server = server
-        self._models = [_Model(name) for name in models]
+        self._models = [
+            _Model(name, at_start=at_start is None or number < at_start) for number, name in enumerate(models)
+        ]
         self._emit = emit
         self._ready = False
         self._loading = asyncio.Lock()
@@ -165,7 +178,7 @@ class Supervisor:
             await asyncio.sleep(_INTERVAL_S / _CHECKS)
 
     async def _keep(self, client: TritonClient, model: _Model) -> Never:
-        """Load the model, then probe it; one that died or is stuck is unloaded and loaded again.
+        """Load the model, if that is not left to others, and probe it; one that died or is stuck is reloaded.
 
         Raises:
             ModelError: a load failed at the first start.
@@ -174,11 +187,12 @@ class Supervisor:
         model.up = down = False
         while True:
             try:
-                await self._load(client, model, again=down)
-                model.up = True
+                if model.at_start or down:
+                    await self._load(client, model, again=down)
+                    model.up = True
                 if down:
                     self._emit(ModelUp(model.name))
-                if not self._ready and all(each.up for each in self._models):
+                if not self._ready and all(each.up or not each.at_start for each in self._models):
                     self._ready = True
                     names = [each.name for each in self._models]
                     self._emit(Ready(**self._addresses(), repository_key=self._server.key, models=names))
@@ -240,7 +254,8 @@ class Supervisor:
                 misses, unloaded = 0, False
                 continue
             try:
-                # A client of Triton's API may have unloaded it, or be loading it: then it is left alone.
+                # A client of Triton's API may have unloaded it, or be loading it, or have failed to, which it
+                # was told: then it is left alone.
                 unloaded = await client.unloaded(model.name, _CALL_TIMEOUT_S)
             except ModelError:
                 certain = False  # Triton did not say; until it does, what it said last holds

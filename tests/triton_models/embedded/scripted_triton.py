@@ -91,11 +91,11 @@ class Triton:
 class Watched:
     """The supervisor, and what it says."""
 
-    def __init__(self, triton: Any) -> None:
+    def __init__(self, triton: Any, *, at_start: int | None = None) -> None:
         self.triton = triton
         self.seen: list[Event] = []
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.supervisor = Supervisor(triton, ["m"], self._take)
+        self.supervisor = Supervisor(triton, ["m"], self._take, at_start=at_start)
         self._running = asyncio.create_task(self.supervisor.run())
 
     def _take(self, event: Event) -> None:

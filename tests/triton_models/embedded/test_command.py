@@ -20,7 +20,7 @@ class Seen:
     command: list[str]
     entries: dict[str, Any]
 
-    def __init__(self, server: TritonServer, served: list[str], *_: object) -> None:
+    def __init__(self, server: TritonServer, served: list[str], *_: object, at_start: int | None) -> None:
         Seen.command = server._command()
         Seen.entries = {
             name: text_format.Parse((server.repository / name / "config.pbtxt").read_text(), pb.ModelConfig())
@@ -43,8 +43,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     async def serve(repository: Path | None = None) -> type[Seen]:
         options = dict.fromkeys(option.name for option in OPTIONS)
         where = {"grpc_port": 0, "metrics_port": 0, "device": "cuda:1", "repository_key": "k=v"}
+        options |= where | {"load_at_start": None}
         with pytest.raises(asyncio.CancelledError):
-            await command._serve(Mock(), names=(), repository=repository, **where, **options)
+            await command._serve(Mock(), names=(), repository=repository, **options)
         return Seen
 
     return serve

@@ -120,6 +120,12 @@ async def test_a_model_that_somebody_unloaded_is_left_alone(shared: Any) -> None
         await client.unload(MODEL, _BOUND_S)
         with pytest.raises(queue.Empty):
             shared.wait_for(events.ModelDown, timeout_s=4)
+        (shared.folder / "checkpoint" / "broken").touch()
+        with pytest.raises(ModelError, match="cut short"):
+            await client.load(MODEL)
+        with pytest.raises(queue.Empty):  # who asked for it was told
+            shared.wait_for(events.ModelDown, timeout_s=4)
+        (shared.folder / "checkpoint" / "broken").unlink()
         await client.load(MODEL)
         await client.probe(MODEL, _BOUND_S)
 

@@ -182,6 +182,21 @@ async def test_what_somebody_unloaded_waits_until_it_is_loaded(triton: Triton, w
     assert not [event for event in watched.seen if isinstance(event, events.ModelDown)]
 
 
+async def test_what_is_left_to_others_is_repaired_once_they_loaded_it(triton: Triton) -> None:
+    triton.unloaded_by_somebody = True
+    watched = Watched(triton, at_start=0)
+    await watched.next(events.Ready)
+    await watched.wait(lambda: triton.asked_whether_unloaded >= 5)
+    assert triton.calls == ["start"]
+    triton.unloaded_by_somebody = False
+    triton.processes.add(-1)
+    await watched.wait(lambda: watched.supervisor._models[0].stubs == {-1})
+    triton.processes.clear()
+    await watched.next(events.ModelUp)
+    assert triton.calls == ["start", "unload", "load"]
+    await watched.close()
+
+
 async def test_what_is_not_known_to_be_unloaded_is_not_loaded_at_once(
     triton: Triton, watched: Watched
 ) -> None:
