@@ -34,7 +34,7 @@ from gateway.settings import (
 )
 from gateway.settings.models import ModelSettings
 from gateway.settings.values import Scope
-from gateway.up import METRICS_PORT, leave, plan_replicas, run_up
+from gateway.up import METRICS_PORT, plan_replicas, run_up
 from wire.flags import model_flags
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
             status = run_up(replicas, serve_models, sys.stdout, meanwhile=partial(prepare, listeners))
     except ListenError as error:
         raise _CannotListen(error, settings) from None
-    leave(status)
+    sys.exit(status)
 
 
 def _served_by_up(settings: Settings, ready: "Ready") -> Mapping[str, ModelSettings]:

@@ -40,8 +40,6 @@ _AUTO = "auto"
 _KEYS_VARIABLE = "TRITONGATE_API_KEYS"
 """Clients' keys are the gateway's alone."""
 METRICS_PORT: Final = 8002
-_IMPORTING: Final = "importing"
-"""Name of the thread on which `run_up` does what takes long while Tritons start."""
 
 
 class TritonFailedError(Exception):
@@ -375,6 +373,15 @@ class EmbeddedTritons:
                     return addresses, ready
             time.sleep(_LOOK_EVERY_S)
 
+    def leave(self, *_: object) -> NoReturn:
+        """Stop all and end the process, as the handler of a signal amid imports.
+
+        An exception could get lost: an extension module that is being imported may make another one of it.
+        """
+        with contextlib.suppress(KeyboardInterrupt), _interrupted():
+            self.__exit__(KeyboardInterrupt)
+        os._exit(_SIGNALLED + signal.SIGINT)
+
     def abandon(self) -> None:
         """Do not wait, on exit, until they have stopped."""
         self._abandoned = True
@@ -400,8 +407,8 @@ def run_up(
         replicas: the Tritons (see `plan_replicas`).
         serve: returns the exit status, above 128 where a second signal cut the drain short.
         out: where progress is shown.
-        meanwhile: called once, while the Tritons start, on a thread of its own. After a signal it may still
-            run when this function returns: end the process with `leave`.
+        meanwhile: called once, while the Tritons start. A signal amid it ends the process once they have
+            stopped.
     """
     report = Report(out)
     tritons = EmbeddedTritons(replicas, report)
@@ -409,7 +416,8 @@ def run_up(
     try:
         with _interrupted(), tritons:
             tritons.start()
-            _beside(meanwhile)
+            with _handled(tritons.leave):
+                meanwhile()
             status = serve(*tritons.wait_ready(), report.stopping)
             if status > _SIGNALLED:
                 tritons.abandon()
@@ -427,40 +435,6 @@ def run_up(
 def _interrupted() -> contextlib.AbstractContextManager[None]:
     """Have SIGTERM and SIGINT raise KeyboardInterrupt."""
     return _handled(signal.default_int_handler)
-
-
-def _beside(work: Callable[[], object]) -> None:
-    """Do `work`, which may import for seconds, and let a signal end the wait for it.
-
-    On the main thread an import may turn the signal into another exception.
-    """
-    faults: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            faults.append(error)
-
-    thread = threading.Thread(target=run, name=_IMPORTING, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_EVERY_S)
-    if faults:
-        raise faults[0]
-
-
-def leave(status: int) -> NoReturn:
-    """End the process after `run_up`, even while it still imports.
-
-    The interpreter's own end would stop the importing thread wherever it is, which within an extension module
-    may abort the process. Nothing is left that needs that end.
-    """
-    if any(thread.name == _IMPORTING for thread in threading.enumerate()):
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """`gateway.up` over scripted children, which say what the real one would."""
 
-import contextlib
 import io
 import os
 import signal
@@ -263,29 +262,16 @@ def test_a_signal_while_it_starts_stops_it(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_amid_what_is_done_meanwhile_stops_it(number: int) -> None:
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        out = io.StringIO()
-
-        def swallow() -> None:  # as some extension modules do when they are imported
-            with contextlib.suppress(BaseException):
-                signal.raise_signal(number)
-
-        assert run_up([child(UNTIL_EOF)], _must_not_serve, out, meanwhile=swallow) == 130
-        assert out.getvalue() == "stopping\n"
-    finally:
-        signal.signal(signal.SIGINT, inherited)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_does_not_wait_for_an_import(number: int, tmp_path: Path) -> None:
-    """Nor does the process's end, though the import never ends and a child has to be stopped first."""
+    """Nor does the process's end, though the import loses exceptions and never ends."""
     (tmp_path / "endless.py").write_text(
         "import os, signal, sys, threading\n"
         "while not os.path.exists(sys.argv[1]):\n"
         "    pass\n"
-        f"os.kill(os.getpid(), {int(number)})\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "except BaseException:  # as some extension modules do\n"
+        "    pass\n"
         "threading.Event().wait()\n"
     )
     pid = tmp_path / "pid"
@@ -293,11 +279,11 @@ def test_a_signal_does_not_wait_for_an_import(number: int, tmp_path: Path) -> No
     begun += f"os.rename({str(pid)!r} + '_', {str(pid)!r}); {UNTIL_EOF}"
     program = (
         "import importlib, signal, sys\n"
-        "from gateway.up import Replica, leave, run_up\n"
+        "from gateway.up import Replica, run_up\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"child = Replica(command=[sys.executable, '-c', {begun!r}], environment={{}})\n"
         "load = lambda: importlib.import_module('endless')\n"
-        "leave(run_up([child], None, sys.stdout, meanwhile=load))\n"
+        "run_up([child], None, sys.stdout, meanwhile=load)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, pid],
