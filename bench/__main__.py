@@ -8,7 +8,8 @@ import click
 import torch
 
 from bench import delivery, engine, engine_host, gateway_delivery, serving, usual
-from gateway.commands.load_rows import LoadRow, table
+from bench.rows import table
+from gateway.commands.load_rows import LoadRow
 
 BUILT_IN = Path(__file__).parent.parent / "triton_models" / "checkpoints" / "chatglm3-demo"
 

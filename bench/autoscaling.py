@@ -16,8 +16,9 @@ from typing import Any, Final
 import click
 import numpy as np
 
+from bench.rows import table
 from gateway.commands.deploy import assemble
-from gateway.commands.load_rows import percentile, table
+from gateway.commands.load_rows import percentile
 
 DAY_S: Final = 86_400
 _HOUR_S: Final = 3600

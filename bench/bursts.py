@@ -21,9 +21,10 @@ import click
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from bench.rows import table
 from gateway.commands.bench import COUNT, listed
 from gateway.commands.http_client import Client, HttpError
-from gateway.commands.load_rows import percentile, table
+from gateway.commands.load_rows import percentile
 from wire import names
 from wire.strings import pack_strings
 

@@ -15,7 +15,7 @@ import click
 import torch
 
 from bench.engine import MEDIUM, random_model
-from gateway.commands.load_rows import table
+from bench.rows import table
 from triton_models.engine.engine import Engine
 from triton_models.engine.quantised import QUANTISATIONS
 from triton_models.engine.sampling import SamplingParams

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.engine import MEDIUM, random_model
-from gateway.commands.load_rows import table
+from bench.rows import table
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel, Operations
 from triton_models.engine.sampling import SamplingParams

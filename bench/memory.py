@@ -16,7 +16,7 @@ import torch
 from bench.engine import random_model
 from bench.gpu.checkpoint import SHAPES
 from bench.quality import NONE, quantizations_option
-from gateway.commands.load_rows import table
+from bench.rows import table
 from triton_models.engine.backend import choose_backend
 from triton_models.engine.engine import Engine
 from triton_models.engine.models import CausalModel

@@ -19,9 +19,10 @@ import click
 import httpx
 import psutil
 
+from bench.rows import table
 from bench.serving import running
 from gateway.commands.http_client import Client, HttpError
-from gateway.commands.load_rows import percentile, table
+from gateway.commands.load_rows import percentile
 
 _TIMEOUT_S = 120.0
 _RETRY_AFTER_S = 1.0

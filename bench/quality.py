@@ -18,7 +18,8 @@ from torch import Tensor
 
 from bench.engine import random_model
 from bench.gpu.checkpoint import SHAPES
-from gateway.commands.load_rows import percentile, table
+from bench.rows import table
+from gateway.commands.load_rows import percentile
 from triton_models.checkpoint import load_model
 from triton_models.directory import detect_format
 from triton_models.embedded.models import BUILT_IN_CHECKPOINT

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import click
 
+from bench.rows import table
 from gateway.commands.bench import COUNT, listed
-from gateway.commands.load_rows import Answer, LoadRow, summarise, table
+from gateway.commands.load_rows import Answer, LoadRow, summarise
 from triton_models.engine.blocks import BlockManager
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.scheduler import Scheduler

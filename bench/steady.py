@@ -20,7 +20,7 @@ import click
 import httpx
 
 from bench.gpu.servers import up
-from gateway.commands.load_rows import table
+from bench.rows import table
 
 _MANY_ROUNDS = 100_000
 _LOAD = ("--prompt", "180", "--out", "180", "--spread", "1")

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.engine import EngineRow, measure
-from gateway.commands.load_rows import table
+from bench.rows import table
 from triton_models.checkpoint import load_model
 from triton_models.engine.models import CausalModel
 from triton_models.transformers_checkpoint import load_transformers

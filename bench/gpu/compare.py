@@ -22,10 +22,10 @@ import torch
 from bench.gpu import servers
 from bench.gpu.comparison import ComparedRow, Comparison, Load, Plan, compared
 from bench.gpu.engine_steps import SAMPLINGS, StepRow, measure_steps
+from bench.rows import table
 from bench.usual import Measured, UsualRow, measure_shape
 from bench.usual import Plan as UsualPlan
 from gateway.commands.bench import COUNT, fields, listed
-from gateway.commands.load_rows import table
 
 _PARTS = ("other", "ours", "engine", "usual")
 _DEFAULT = "other,ours,engine"

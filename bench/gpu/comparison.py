@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from bench.gpu.servers import Server, ServerError
+from bench.rows import median_row
 from gateway.commands.load import LoadPool, Workload, closed_loop, open_loop
-from gateway.commands.load_rows import LoadRow, median_row
+from gateway.commands.load_rows import LoadRow
 
 _FEWEST_REQUESTS = 4
 """Fewest requests of a closed loop, so that there is a median even with one client."""

@@ -9,9 +9,10 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.compare import describe
+from bench.rows import median_row, table
 from gateway.commands.bench import COUNT, listed
 from gateway.commands.load import LoadPool, Workload, closed_loop
-from gateway.commands.load_rows import LoadRow, median_row, table
+from gateway.commands.load_rows import LoadRow
 
 
 @dataclass(frozen=True, slots=True)

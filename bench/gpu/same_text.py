@@ -16,7 +16,7 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.compare import describe
-from gateway.commands.load_rows import table
+from bench.rows import table
 from triton_models.embedded.models import BUILT_IN_CHECKPOINT
 
 _QUESTIONS = (

@@ -20,8 +20,9 @@ import click
 
 from bench.gpu import servers
 from bench.gpu.comparison import ComparedRow, Comparison, Load, Plan, compared
+from bench.rows import table
 from gateway.commands.bench import COUNT, listed
-from gateway.commands.load_rows import LoadRow, table
+from gateway.commands.load_rows import LoadRow
 from triton_models.embedded.installation import find_installation
 
 SERVE, ENTRY = "vllm serve", "vllm in Triton, gateway"

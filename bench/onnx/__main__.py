@@ -25,7 +25,7 @@ from bench.gpu import servers
 from bench.onnx.checkpoints import SHAPES, TINY, write_checkpoint
 from bench.onnx.comparison import Ask, OnnxRow, Prompts, measure
 from bench.onnx.export import QUANTISED, exported, size
-from gateway.commands.load_rows import table
+from bench.rows import table
 from triton_models.embedded.installation import find_installation
 from triton_models.entries import ModelEntry, write_entry
 from wire.meta import decode_meta

@@ -1,8 +1,8 @@
 """Answers as a load generator sees them, streamed or not, and many of them as one row of a table."""
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -184,34 +184,12 @@ def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRo
     )
 
 
-def median_row(rows: Sequence[LoadRow]) -> LoadRow:
-    """Return the row with the median throughput: an actual measurement, not a mean of several."""
-    ordered = sorted(rows, key=lambda row: row.tokens_per_second)
-    return ordered[(len(ordered) - 1) // 2]
-
-
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return the smallest value that at least `percent` % of `values` do not exceed; 0 without values."""
     if not values:
         return 0.0
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
-
-
-def table(kind: type[Any], rows: Iterable[Any], leave_out: Iterable[str] = ()) -> str:
-    """Return dataclass rows as a Markdown table."""
-    names = [each.name for each in fields(kind) if each.name not in set(leave_out)]
-    lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
-    for row in rows:
-        values = asdict(row)
-        lines.append("| " + " | ".join(_shown(values[name]) for name in names) + " |")
-    return "\n".join(lines)
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"  # noqa: PLR2004 - no decimals from here on
 
 
 def _per_token(answer: Answer) -> float:

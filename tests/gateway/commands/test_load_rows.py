@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from gateway.commands.load_rows import Answer, LoadRow, median_row, percentile, summarise, table
+from gateway.commands.load_rows import Answer, percentile, summarise
 
 
 def event(**document: Any) -> bytes:
@@ -85,11 +85,6 @@ def answer(sent: float, *pieces: float, tokens: int, error: str | None = None) -
     )
 
 
-def row(tokens_per_second: float) -> LoadRow:
-    done = answer(0.0, 1.0, 1.0 + 1 / tokens_per_second, tokens=2)
-    return summarise([done], clients=1, rate=0.0)
-
-
 def test_a_row_is_computed_from_the_answers() -> None:
     answers = [
         answer(10.0, 10.25, 10.26, 10.28, tokens=4),
@@ -112,12 +107,6 @@ def test_failures_alone_are_no_measurement() -> None:
         summarise([answer(0.0, 1.0, tokens=0, error="full")], clients=1, rate=0.0)
 
 
-def test_the_median_is_a_row_that_was_measured() -> None:
-    rows = [row(5.0), row(9.0), row(7.0)]
-    assert median_row(rows) is rows[2]
-    assert median_row(rows[:2]) is rows[0]
-
-
 @pytest.mark.parametrize(("percent", "expected"), [(50, 2), (51, 3), (99, 4), (0, 1), (1, 1), (100, 4)])
 def test_percentiles_are_values_that_occurred(percent: int, expected: float) -> None:
     assert percentile([4, 2, 3, 1], percent) == expected
@@ -125,10 +114,3 @@ def test_percentiles_are_values_that_occurred(percent: int, expected: float) -> 
 
 def test_a_percentile_of_nothing_is_zero() -> None:
     assert percentile([], 50) == 0
-
-
-def test_a_table_has_a_line_for_each_row() -> None:
-    lines = table(LoadRow, [row(5.0), row(9.0)], leave_out={"rate", "error"}).splitlines()
-    assert len(lines) == 4
-    assert "rate" not in lines[0]
-    assert len({line.count("|") for line in lines}) == 1
