@@ -1,7 +1,7 @@
 """The seam between HTTP and models: the protocol that the routes need.
 
-The real implementation is `gateway.triton.pool`; tests of the HTTP layer use a small fake. The seam uses our
-own types, never server-sent events, OpenAI's JSON or protobuf. A prompt to be counted is the same as a
+The real implementation is `gateway.triton.public`; tests of the HTTP layer use a small fake. The seam uses
+our own types, never server-sent events, OpenAI's JSON or protobuf. A prompt to be counted is the same as a
 generation's (`gateway.core.request`), and rendered by the same code.
 """
 
