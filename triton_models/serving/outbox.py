@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Final
@@ -124,6 +124,11 @@ class Responder:
         """Send the frame as `meta`, with an empty `response`; only `refuse` ends a channel's request."""
         self._send(b"", encode_frame(frame), final=False)
 
+    def send_tensors(self, tensors: Mapping[str, Any], *, final: bool) -> None:
+        """Send arrays, by the names of the tensors."""
+        outputs = [self._pb_utils.Tensor(name, values) for name, values in tensors.items()]
+        self._respond(self._pb_utils.InferenceResponse(output_tensors=outputs), final=final)
+
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response. Never raises."""
         try:
@@ -140,11 +145,9 @@ class Responder:
         return bool(self._sender.is_cancelled())
 
     def _send(self, content: bytes, document: bytes, *, final: bool) -> None:
-        tensors = [
-            self._pb_utils.Tensor(name, np.array([[value]], dtype=np.object_))
-            for name, value in ((names.RESPONSE, content), (names.META, document))
-        ]
-        self._respond(self._pb_utils.InferenceResponse(output_tensors=tensors), final=final)
+        values = {names.RESPONSE: content, names.META: document}
+        tensors = {name: np.array([[value]], dtype=np.object_) for name, value in values.items()}
+        self.send_tensors(tensors, final=final)
 
     def _respond(self, response: Any, *, final: bool) -> None:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
@@ -228,11 +231,23 @@ class Sender:
         """Do what was posted, refuse every call that is still watched, and join the thread."""
         self.worker.stop()
         for call in self._watched:
-            self._do(call, partial(call.refuse, *UNLOADED))
+            self.do(call, partial(call.refuse, *UNLOADED))
 
     def post(self, call: Call, action: Callable[[], object]) -> None:
         """Have the thread call `action`, which may send on `call`. Never waits."""
         self.worker.put((call, action))
+
+    def do(self, call: Call, action: Callable[[], object]) -> None:
+        """Call `action`, on the thread itself; if it fails, end `call`."""
+        end = partial(call.refuse, RefusalCode.INTERNAL, "the answer could not be sent")
+        for attempt in (action, end):
+            try:
+                attempt()
+            except Exception:
+                # Confined to one call: its failure must not fail the others on this thread.
+                log.exception("request %s: a response could not be sent", call.key)
+            else:
+                return
 
     def refuse(self, call: Call, code: RefusalCode, message: str) -> None:
         """Have the thread end `call` with an error."""
@@ -248,20 +263,8 @@ class Sender:
             self._beat_later(call)
 
     def _handle(self, posted: _Posted) -> None:
-        self._do(*posted)
+        self.do(*posted)
         self._look()
-
-    def _do(self, call: Call, action: Callable[[], object]) -> None:
-        """Call `action`; if it fails, end `call`."""
-        end = partial(call.refuse, RefusalCode.INTERNAL, "the answer could not be sent")
-        for attempt in (action, end):
-            try:
-                attempt()
-            except Exception:
-                # Confined to one call: its failure must not fail the others on this thread.
-                log.exception("request %s: a response could not be sent", call.key)
-            else:
-                return
 
     def _look(self) -> None:
         """Send the heartbeats and ask the questions that are due, but only a few of each in a row."""
@@ -271,7 +274,7 @@ class Sender:
                 break
             call = heappop(self._beats)[2]
             if call.last_sent + self._silence_s <= now:
-                self._do(call, partial(call.send, "", Meta()))
+                self.do(call, partial(call.send, "", Meta()))
             if not call.closed:
                 self._beat_later(call)
         beats = bool(self._beats) and self._beats[0][0] <= now
@@ -282,7 +285,7 @@ class Sender:
             self._due -= 1
             call = self._watched.popleft()
             if not call.closed:
-                self._do(call, partial(self._ask, call))
+                self.do(call, partial(self._ask, call))
         self.worker.idle_s = 0 if beats or self._due >= 1 else _TURN_S
 
     def _beat_later(self, call: Call) -> None:

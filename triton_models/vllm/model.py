@@ -8,6 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils  # Only importable inside Triton's stub.
 
+from triton_models.serving.outbox import Responder
 from triton_models.serving.stub import Stub, keep_what_is_loaded, uncollected
 from triton_models.vllm import tensors
 from triton_models.vllm.options import read_options
@@ -39,7 +40,7 @@ class TritonPythonModel:
             if options.health_check:
                 pb_utils.unload_model(options.model)
 
-        self._service = Service(lambda: Engine(options), pb_utils, died)
+        self._service = Service(lambda: Engine(options), died)
         keep_what_is_loaded()  # as vLLM's own server
         self._metrics = None
         if options.metrics:
@@ -63,7 +64,7 @@ class TritonPythonModel:
 
 def _arrival(request: Any) -> Arrival:
     """Copy what a request holds, which lies in the memory shared with the server."""
-    call = Call(request.get_response_sender())
+    call = Call("request", Responder(request.get_response_sender(), pb_utils))
     try:
         values = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in request.inputs()}
         return Arrival(call, values, _own_parameters(request))

@@ -2,24 +2,24 @@
 
 A request is a task of the loop. It waits while a response of it is being sent, and what the engine yields
 meanwhile becomes one response (vLLM joins it). So responses are as fine as Triton can take them, and never
-pile up. The sender thread alone sends, and asks Triton in between which clients have left.
+pile up.
 """
 
 import asyncio
 import contextlib
-import enum
 import logging
+import math
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
 
 from triton_models.errors import EngineStoppedError, InvalidRequestError
-from triton_models.serving.outbox import Refusal, error_response
-from triton_models.serving.worker import Worker
+from triton_models.serving import outbox
+from triton_models.serving.outbox import CANCELLED, UNLOADED, Refusal, Sender
 from triton_models.vllm.tensors import (
     EmbeddingRequest,
     Progress,
@@ -31,9 +31,6 @@ from triton_models.vllm.tensors import (
 from wire.refusal import RefusalCode
 
 log = logging.getLogger(__name__)
-
-POLL_PERIOD_S: Final = 0.2
-"""How often Triton is asked about each open request, which takes some 50 microseconds."""
 
 _DTYPES: Final = {
     "cumulative_logprob": np.float32,
@@ -66,30 +63,15 @@ class Engine(Protocol):
         ...
 
 
-class Ending(enum.Enum):
-    """Why a task is cancelled."""
+class Call(outbox.Call):
+    """An open request; `task` answers it."""
 
-    CLIENT_LEFT = RefusalCode.CANCELLED, "the request was cancelled"
-    UNLOADED = RefusalCode.SHUTTING_DOWN, "the model is being unloaded"
-    UNSENT = RefusalCode.INTERNAL, "a response could not be sent"
+    task: "asyncio.Task[None]"
 
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """An open request.
-
-    Attributes:
-        sender: Triton's response sender. The request itself would keep its inputs in shared memory.
-        task: what answers it.
-        ending: why it is being ended early.
-        closed: whether the final response was sent: Triton must not be asked about it after that. Only the
-            sender thread uses it.
-    """
-
-    sender: Any
-    task: "asyncio.Task[None] | None" = None
-    ending: Ending | None = None
-    closed: bool = False
+    def gone(self) -> None:
+        """Note that the client has left, and have the task end."""
+        super().gone()
+        self.task.get_loop().call_soon_threadsafe(_cancel, self.task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +84,8 @@ class Arrival:
     parameters: str = ""
 
 
-@dataclass(slots=True)
-class _Posted:
-    call: Call
-    outputs: Outputs | Refusal
-    final: bool
-    sent: asyncio.Future[None] = field(repr=False)
+_Posted = tuple[Call, partial[None], asyncio.Future[None]]
+"""A response: the call it is for, what sends it, and what waits for it."""
 
 
 class Service:
@@ -115,20 +93,19 @@ class Service:
 
     Args:
         start: starts the engine, on the thread of its event loop.
-        pb_utils: Triton's module.
         died: called once, when a request found the engine dead.
     """
 
-    def __init__(self, start: Callable[[], Engine], pb_utils: Any, died: Callable[[], object]) -> None:
-        self._pb_utils = pb_utils
+    def __init__(self, start: Callable[[], Engine], died: Callable[[], object]) -> None:
         self._died = died
         self._told_death = False
-        self._open: set[Call] = set()
+        self._open: set[asyncio.Task[None]] = set()
         """Changed on the loop's thread."""
+        self._batch: list[_Posted] = []
+        """The responses of this turn of the loop."""
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._sender = Worker[_Posted]("sender", self._send_waiting, idle=self._poll, idle_s=POLL_PERIOD_S)
-        self._polled_at = 0.0
+        self._sender = Sender(heartbeat_s=math.inf)
         self._thread.start()
         self._sender.start()
         try:
@@ -159,33 +136,26 @@ class Service:
 
     async def _end_all(self) -> None:
         await asyncio.sleep(0)  # a task that has not begun yet would be cancelled without its answer
-        calls = list(self._open)
-        for call in calls:
-            self._cancel(call, Ending.UNLOADED)
-        await asyncio.gather(*(call.task for call in calls if call.task), return_exceptions=True)
+        for task in self._open:
+            _cancel(task)
+        await asyncio.gather(*self._open, return_exceptions=True)
 
     def _begin(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
-            arrival.call.task = self._loop.create_task(self._serve(arrival))
-            self._open.add(arrival.call)  # last: cancelled before it begins, a task would not answer
-
-    def _cancel(self, call: Call, ending: Ending) -> None:
-        if call.ending is None and call.task is not None:
-            call.ending = ending
-            call.task.cancel()
+            task = arrival.call.task = self._loop.create_task(self._serve(arrival))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+            self._sender.watch(arrival.call)
 
     async def _serve(self, arrival: Arrival) -> None:
         """Answer one request. Whatever fails in it is its own."""
         call = arrival.call
         try:
-            try:
-                await self._answer(arrival)
-            except asyncio.CancelledError:
-                await self._send(call, (call.ending or Ending.UNLOADED).value, final=True)
-            except Exception as error:  # noqa: BLE001 - the client is told; `_refusal` logs what is not its own
-                await self._send(call, self._refusal(error), final=True)
-        finally:
-            self._open.discard(call)
+            await self._answer(arrival)
+        except asyncio.CancelledError:
+            self._sender.refuse(call, *(CANCELLED if call.cancelled else UNLOADED))
+        except Exception as error:  # noqa: BLE001 - the client is told; `_refusal` logs what is not its own
+            self._sender.refuse(call, *self._refusal(error))
 
     async def _answer(self, arrival: Arrival) -> None:
         if arrival.values is None:
@@ -221,68 +191,47 @@ class Service:
         log.error("a request failed", exc_info=error)
         return RefusalCode.INTERNAL, "the request failed"
 
-    async def _send(self, call: Call, outputs: Outputs | Refusal, *, final: bool) -> None:
-        """Have a response sent, and wait until it is."""
-        posted = _Posted(call, outputs, final, self._loop.create_future())
-        self._sender.put(posted)
-        await posted.sent
+    async def _send(self, call: Call, outputs: Outputs, *, final: bool) -> None:
+        """Have a response sent, with those of the same turn of the loop, and wait until they are."""
+        if not self._batch:
+            self._loop.call_soon(self._post_batch)
+        sent = self._loop.create_future()
+        self._batch.append((call, partial(_respond, call, outputs, final=final), sent))
+        await sent
 
-    # What follows runs on the sender thread.
+    def _post_batch(self) -> None:
+        batch, self._batch = self._batch, []
+        self._sender.post(batch[0][0], partial(self._send_batch, batch))
 
-    def _send_waiting(self, first: _Posted) -> None:
-        """Send everything that waits; the loop then goes on with all of it at once."""
-        batch = [first, *self._sender.take_rest()]
-        failed = []
-        for posted in batch:
-            call = posted.call
-            if call.closed:
-                continue
-            try:
-                self._respond(posted)
-            except Exception:
-                # Confined to one call: the thread serves the others too.
-                log.exception("a response could not be sent")
-                failed.append(call)
-        self._loop.call_soon_threadsafe(self._release, batch, failed)
-        if time.monotonic() - self._polled_at >= POLL_PERIOD_S:
-            self._poll()
+    def _send_batch(self, batch: Sequence[_Posted]) -> None:
+        """Send responses, on the sender thread; the loop then goes on with all of them at once."""
+        for call, respond, _ in batch:
+            self._sender.do(call, respond)
+        self._loop.call_soon_threadsafe(_resolve, [sent for *_, sent in batch])
 
-    def _respond(self, posted: _Posted) -> None:
-        utils, call = self._pb_utils, posted.call
-        if isinstance(posted.outputs, tuple):
-            response = error_response(utils, *posted.outputs)
-        else:
-            response = utils.InferenceResponse(
-                output_tensors=[
-                    utils.Tensor(name, np.array(values, dtype=_DTYPES.get(name, np.object_)))
-                    for name, values in posted.outputs.items()
-                ]
-            )
-        call.closed = posted.final
-        call.sender.send(response, flags=utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if posted.final else 0)
 
-    def _poll(self) -> None:
-        """Ask Triton which clients have left."""
-        self._polled_at = time.monotonic()
-        for call in list(self._open):
-            if call.closed or call.ending is not None:
-                continue
-            try:
-                left = call.sender.is_cancelled()
-            except Exception:
-                log.exception("whether a client has left cannot be told")
-                left = True
-            if left:
-                self._loop.call_soon_threadsafe(self._cancel, call, Ending.CLIENT_LEFT)
+def _respond(call: Call, outputs: Outputs, *, final: bool) -> None:
+    if call.closed:
+        return
+    try:
+        tensors = {name: np.array(each, _DTYPES.get(name, np.object_)) for name, each in outputs.items()}
+        call.responder.send_tensors(tensors, final=final)
+    except Exception:
+        call.gone()
+        raise  # the sender says so to the client
+    call.closed = final
 
-    # And this on the loop's.
 
-    def _release(self, batch: list[_Posted], failed: list[Call]) -> None:
-        for posted in batch:
-            if not posted.sent.done():
-                posted.sent.set_result(None)
-        for call in failed:
-            self._cancel(call, Ending.UNSENT)
+def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
+    for each in futures:
+        if not each.done():
+            each.set_result(None)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task once: a second time would cut its end short."""
+    if not task.cancelling():
+        task.cancel()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

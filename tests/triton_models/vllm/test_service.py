@@ -5,15 +5,20 @@ import pytest
 
 from tests.triton_models.serving.fakes import PB_UTILS, wait_until
 from tests.triton_models.vllm.fakes import FakeEngine, Sender
-from triton_models.vllm.service import Arrival, Call, Ending, Service
+from triton_models.serving.outbox import Responder
+from triton_models.vllm.service import Arrival, Call, Service
 
 STREAM = {"stream": [True]}
+
+
+def call(sender: Sender) -> Call:
+    return Call("request", Responder(sender, PB_UTILS))
 
 
 class Served:
     def __init__(self) -> None:
         self.deaths = 0
-        self.service = Service(self._start, PB_UTILS, self._died)
+        self.service = Service(self._start, self._died)
 
     def _start(self) -> FakeEngine:
         self.engine = FakeEngine()
@@ -25,7 +30,7 @@ class Served:
     def ask(self, *prompts: str, sender: Sender | None = None, **values: list[Any]) -> list[Sender]:
         senders = [sender or Sender() for _ in prompts]
         arrivals = [
-            Arrival(Call(sender), {"text_input": [prompt.encode()]} | values)
+            Arrival(call(sender), {"text_input": [prompt.encode()]} | values)
             for sender, prompt in zip(senders, prompts, strict=True)
         ]
         self.service.submit(arrivals)
@@ -73,7 +78,7 @@ def test_an_answer_that_the_engine_does_not_end_is_an_error(served: Served, prom
 
 def test_a_request_that_cannot_be_read_is_refused(served: Served) -> None:
     sender, empty = Sender(), Sender()
-    served.service.submit([Arrival(Call(sender), None), Arrival(Call(empty), {"text_input": []})])
+    served.service.submit([Arrival(call(sender), None), Arrival(call(empty), {"text_input": []})])
     assert sender.wait().error.code == empty.wait().error.code == "INVALID_ARG"
 
 
@@ -88,16 +93,8 @@ def test_a_client_that_leaves_aborts_in_the_engine(served: Served, values: dict[
 
 
 def test_a_client_that_has_left_at_once_is_answered_too(served: Served) -> None:
-    """The thread that asks about clients has found its call the moment that it was there."""
-    service = served.service
-
-    class Watched(set[Call]):
-        def add(self, call: Call) -> None:
-            super().add(call)
-            service._loop.call_soon(service._cancel, call, Ending.CLIENT_LEFT)
-
-    service._open = Watched()
-    (sender,) = served.ask("wait")
+    """Cancelled before it begins, a task would not answer."""
+    (sender,) = served.ask("wait", sender=Sender(gone=True))
     assert sender.wait().error.code == "CANCELLED"
 
 
@@ -124,13 +121,14 @@ def test_closing_answers_what_is_open_and_ends_the_engine() -> None:
         assert sender.ended.is_set()
         assert "unloaded" in sender.error.message
     assert not served.service._thread.is_alive()
-    assert not served.service._sender._thread.is_alive()
+    assert not served.service._sender.worker._thread.is_alive()
 
 
 def test_a_response_that_cannot_be_sent_ends_its_request_alone(served: Served) -> None:
     (faulty,) = served.ask("three", sender=Sender(fails=True), **STREAM)
     (good,) = served.ask("three", **STREAM)
     assert faulty.wait().error.code == "INTERNAL"
+    wait_until(lambda: served.engine.aborted == ["three"])
     assert good.wait().text == b"abc"
 
 
@@ -147,11 +145,11 @@ def test_an_engine_that_does_not_start_fails_the_load() -> None:
         raise RuntimeError("no such checkpoint")
 
     with pytest.raises(RuntimeError, match="no such checkpoint"):
-        Service(start, PB_UTILS, lambda: None)
+        Service(start, lambda: None)
 
 
 def test_an_embedding(served: Served) -> None:
     sender = Sender()
     values = {"embedding_request": [b'{"input": "four"}'], "return_num_input_tokens": [True]}
-    served.service.submit([Arrival(Call(sender), values)])
+    served.service.submit([Arrival(call(sender), values)])
     assert sender.wait().responses == [{"text_output": [b"[0.5, 1.0]"], "num_input_tokens": [4]}]
