@@ -89,7 +89,8 @@ class TritonUpstream:
 
     async def reached(self, deadline: float) -> None:
         """Wait for a Triton: see `gateway.core.upstream.Upstream.reached`."""
-        clock, until = asyncio.get_running_loop().time, self._waits_until(deadline)
+        clock = asyncio.get_running_loop().time
+        until = min(clock() + self._options.upstream_wait_s, deadline - LEFT_S)
         while not (self._knows_models() or self._closed) and clock() < until:  # noqa: ASYNC110 - no event
             await asyncio.sleep(_PAUSE_S)
 
@@ -254,10 +255,6 @@ class TritonUpstream:
         while self._is_absent(model_id) and clock() < until:
             await asyncio.sleep(_PAUSE_S)
             yield
-
-    def _waits_until(self, deadline: float) -> float:
-        """Return until when a request that comes now waits for a Triton."""
-        return min(asyncio.get_running_loop().time() + self._options.upstream_wait_s, deadline - LEFT_S)
 
     def _knows_models(self) -> bool:
         """Whether models are configured, or a repository was read."""
