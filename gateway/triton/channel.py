@@ -88,7 +88,8 @@ class DeltaChannel:
         self._task: asyncio.Task[None] | None = None
         """Opens and reads the channel, perhaps after a pause; None: it is closed."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._open = False
+        self.is_open = False
+        """Whether generations can name it."""
         self._settled = asyncio.Event()
         """Set while it is open, and while it is not to be opened: nobody waits for it then."""
         self._opened_at = 0.0
@@ -100,15 +101,10 @@ class DeltaChannel:
         self.last_frame = -1
         """Number of the newest frame received."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether generations can name it."""
-        return self._open
-
     def start(self, channels: Channels) -> None:
         """Open the channel, and open it again whenever it is lost, until it is retired or closed."""
         self._channels = channels
-        if not self._open:
+        if not self.is_open:
             self._settled.clear()
         if self._task is None:
             self._begin(channels, pause_s=0.0)
@@ -122,7 +118,7 @@ class DeltaChannel:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):
                 await self._settled.wait()
-        if not self._open:
+        if not self.is_open:
             raise TritonError(Fault.NO_CHANNEL, "it does not open, or its model has gone")
 
     def retire(self) -> None:
@@ -336,7 +332,7 @@ class DeltaChannel:
                 buffer.wake()
         if not self.is_open:
             self._opened_at = now
-            self._open = True
+            self.is_open = True
             self._settled.set()
         if now >= self._next_check:
             self._give_up_silent(now)
@@ -390,7 +386,7 @@ class DeltaChannel:
         task, self._task = self._task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-        self._open = False
+        self.is_open = False
         if self._channels is not None:
             self._settled.clear()
         for buffer in self._buffers.values():
