@@ -11,12 +11,8 @@ ModelError
 ├── WarmUpError                      the engine fails on the warm-up's requests
 ├── TokenMaskError                   a request's token mask failed; only that request fails
 ├── LibraryPanicError                a library in Rust panicked
-└── RequestRefusedError              raised when a request is added, before any work is done for it
-    ├── InvalidRequestError
-    ├── PromptTooLongError
-    ├── QueueFullError
-    ├── ChannelLostError
-    └── EngineStoppedError
+└── raised when a request is added, before any work is done for it:
+    InvalidRequestError, PromptTooLongError, QueueFullError, ChannelLostError, EngineStoppedError
 
 Messages are meant for whoever sent the request or started the server: no traceback, no secret.
 """
@@ -75,27 +71,23 @@ class LibraryPanicError(ModelError):
     """A fault of the library, not of the request. The details are logged and not sent to the client."""
 
 
-class RequestRefusedError(ModelError):
-    """The engine does not take this request."""
-
-
-class InvalidRequestError(RequestRefusedError):
+class InvalidRequestError(ModelError):
     """A value out of range, or a combination that cannot be honoured."""
 
 
-class PromptTooLongError(RequestRefusedError):
+class PromptTooLongError(ModelError):
     """The prompt alone, or together with the requested answer length, exceeds the context."""
 
 
-class QueueFullError(RequestRefusedError):
+class QueueFullError(ModelError):
     """The engine holds as many open requests as it can."""
 
 
-class ChannelLostError(RequestRefusedError):
+class ChannelLostError(ModelError):
     """The delta channel that the request names is not open, or no longer open."""
 
 
-class EngineStoppedError(RequestRefusedError):
+class EngineStoppedError(ModelError):
     """The engine was stopped, or gave up after repeated failures."""
 
 

@@ -16,9 +16,9 @@ from triton_models.engine.settings import EngineSettings
 from triton_models.errors import (
     EngineStoppedError,
     InvalidRequestError,
+    ModelError,
     PromptTooLongError,
     QueueFullError,
-    RequestRefusedError,
 )
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=16)
@@ -135,7 +135,7 @@ def test_without_max_tokens_the_answer_fills_the_context() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(
-    prompt: list[int], sampling: SamplingParams, error: type[RequestRefusedError], words: str
+    prompt: list[int], sampling: SamplingParams, error: type[ModelError], words: str
 ) -> None:
     engine = Engine(FakeModel(), SMALL)  # 16 blocks of 4 hold 64 of the model's 128 positions.
     assert engine.max_context == 64
