@@ -94,6 +94,20 @@ async def test_markdown_code_and_tables(opened: Opened) -> None:
         assert stats.endswith(" tokens/s")
 
 
+async def test_the_speed_is_the_servers_where_chunks_arrive_together(opened: Opened) -> None:
+    """A busy browser or a proxy gets many chunks at once: by the browser's clock these took no time."""
+    async with opened(lambda _: say(*"abcde", gap_s=0.05)) as (page, _):
+        await page.evaluate(
+            "() => { const get = fetch; window.fetch = async (...asked) => {"
+            " const response = await get(...asked); return new Response(await response.text(), response); }; }"
+        )
+        await ask(page)
+        await answered(page)
+        stats = await page.locator(".stats").inner_text()
+        assert stats.endswith(" tokens/s"), stats
+        assert float(stats.split(" · ")[-1].split()[0].replace(",", "")) <= 21, stats
+
+
 async def test_reasoning_is_folded(opened: Opened) -> None:
     async with opened(lambda _: pieces(Reasoning("because"), "so")) as (page, _):
         await ask(page)

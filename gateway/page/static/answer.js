@@ -19,6 +19,7 @@ export async function ask(conversation, answer, signal, changed) {
     messages: history(conversation),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
+    include_timings: true,
   };
   if (conversation.temperature) body.temperature = Number(conversation.temperature);
   if (conversation.max_tokens) body.max_tokens = Number(conversation.max_tokens);
@@ -30,18 +31,17 @@ export async function ask(conversation, answer, signal, changed) {
     for await (const chunk of stream(body, signal)) {
       const choice = chunk.choices?.[0];
       const delta = choice?.delta ?? {};
-      const last = performance.now();
-      if (delta.content || delta.reasoning_content || delta.tool_calls) first ??= last;
+      if (delta.content || delta.reasoning_content || delta.tool_calls) first ??= performance.now();
       answer.content += delta.content ?? "";
       answer.reasoning += delta.reasoning_content ?? "";
       for (const part of delta.tool_calls ?? []) join(answer.tool_calls, part);
       if (choice?.finish_reason) answer.finish = choice.finish_reason;
-      if (chunk.usage?.completion_tokens) {
-        answer.stats.tokens = chunk.usage.completion_tokens;
-        if (first !== null && choice) {
-          answer.stats.first = (first - began) / 1000;
-          answer.stats.rate = last > first ? ((answer.stats.tokens - 1) * 1000) / (last - first) : null;
-        }
+      const { completion_tokens: tokens, timings } = chunk.usage ?? {};
+      if (tokens) {
+        answer.stats.tokens = tokens;
+        if (first !== null) answer.stats.first = (first - began) / 1000;
+        // The server's time: the chunks that a busy browser finds waiting took none by its own clock.
+        if (timings?.generation_ms) answer.stats.rate = ((tokens - 1) * 1000) / timings.generation_ms;
       }
       changed();
     }
