@@ -68,10 +68,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except _TwiceError as error:
         raise ConfigurationError(f"{path} is not valid YAML at line {error.line}: {error}") from None
     except yaml.YAMLError as error:
-        # The error's own text quotes the line, which may hold a key.
+        # The error's own text quotes the line, which may hold a key; a scanner's problem names one character.
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigurationError(f"{path} is not valid YAML{where}") from None
+        why = f": {error.problem}" if isinstance(error, yaml.scanner.ScannerError) else ""
+        raise ConfigurationError(f"{path} is not valid YAML{where}{why}") from None
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):

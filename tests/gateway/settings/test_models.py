@@ -118,6 +118,23 @@ def test_the_same_name_twice_is_a_fault(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("models:\t5\n", " at line 1: found character '\\t' that cannot start any token"),
+        ("models: a\n  host: x\n", " at line 2: mapping values are not allowed here"),
+        ("models: *secret\n", " at line 1"),
+        ("models: !secret!x\n", " at line 1"),
+    ],
+    ids=["tab", "indented", "alias", "tag"],
+)
+def test_broken_yaml_is_a_fault_that_quotes_at_most_one_character(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    (tmp_path / "m.yaml").write_text(text)
+    assert faults(models_file=str(tmp_path / "m.yaml")) == [f"{tmp_path}/m.yaml is not valid YAML{fault}"]
+
+
 def test_older_settings_say_the_same_of_names(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
