@@ -99,7 +99,7 @@ async def test_the_speed_is_the_servers_where_chunks_arrive_together(opened: Ope
     async with opened(lambda _: say(*"abcde", gap_s=0.05)) as (page, _):
         await page.evaluate(
             "() => { const get = fetch; window.fetch = async (...asked) => {"
-            " const response = await get(...asked); return new Response(await response.text(), response); }; }"
+            " const got = await get(...asked); return new Response(await got.text(), got); }; }"
         )
         await ask(page)
         await answered(page)
