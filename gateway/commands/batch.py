@@ -169,6 +169,8 @@ class Batch:
         self._stopping = threading.Event()
         self._results: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         """None: a thread has ended."""
+        self.trouble = ""
+        """Why the last attempt failed, if it did so in a way that may pass."""
         self._running = at_once
         for _ in range(at_once):
             threading.Thread(target=self._work, daemon=True).start()
@@ -216,10 +218,12 @@ class Batch:
                 requested = response.headers.get("retry-after")
                 result = _result(line, response, answer)
                 if response.status not in _PASSING:
+                    self.trouble = ""
                     return result
             except (OSError, ValueError, http.client.HTTPException) as error:
                 connection.close()  # the next request opens it again
                 result = _failure(line, f"cannot reach {self._url}: {error or type(error).__name__}")
+            self.trouble = _why(result)
             pause_s = min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
             if requested is not None and requested.isdecimal():
                 pause_s = max(pause_s, float(requested))
@@ -244,6 +248,15 @@ def _failure(line: Line, message: str) -> dict[str, Any]:
 def _output(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
     name = f"batch_req_{uuid.uuid4().hex}"
     return {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+
+
+def _why(failed: dict[str, Any]) -> str:
+    """Return in one line why a line's attempt failed."""
+    if (response := failed["response"]) is None:
+        return str(failed["error"]["message"])
+    error = response["body"].get("error") if isinstance(response["body"], dict) else None
+    said = error.get("message") if isinstance(error, dict) else None
+    return f"{response['status_code']}: {said}" if said else f"status {response['status_code']}"
 
 
 @dataclass(slots=True)
@@ -271,6 +284,10 @@ class _Counts:
         return f"{self.done:,} of {self.total:,} done, {self.failed:,} failed, {rate:.1f} a second{left}"
 
 
+def _line(counts: _Counts, batch: Batch) -> str:
+    return "; ".join(filter(None, [str(counts), batch.trouble]))
+
+
 def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> bool:
     """Write results until there are no more; return whether Ctrl-C cut it short.
 
@@ -285,7 +302,7 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
                 out.write(written.encode(errors="backslashreplace") + b"\n")
                 out.flush()
                 counts.add(document)
-            progress.show(str(counts))
+            progress.show(_line(counts, batch))
         except KeyboardInterrupt:
             if stopped:
                 break
@@ -328,7 +345,6 @@ def batch(
         counts = _Counts(total=len(ids), done=len(done), failed=failed, began=time.monotonic())
         with Progress() as progress:
             asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
-            progress.show(str(counts))
             stopped = run(asking, out, counts, progress)
-            progress.show(str(counts))
+            progress.show(_line(counts, asking))
     sys.exit(_INTERRUPTED if stopped else int(counts.failed > 0))

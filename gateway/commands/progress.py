@@ -1,5 +1,6 @@
 """A line of progress on standard error: rewritten on a terminal, repeated now and then elsewhere."""
 
+import shutil
 import sys
 import time
 from typing import Final, Self
@@ -29,7 +30,10 @@ class Progress:
         now = time.monotonic()
         if now - self._shown_at >= (_REWRITE_S if self._rewrites else _REPEAT_S):
             self._shown_at = now
-            self._write(text, end="" if self._rewrites else "\n")
+            if self._rewrites:
+                self._write(text[: shutil.get_terminal_size().columns - 1], end="")
+            else:
+                self._write(text, end="\n")
 
     def say(self, line: str) -> None:
         """Write a line that stays."""

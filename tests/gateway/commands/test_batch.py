@@ -127,6 +127,32 @@ def test_an_endpoint_that_is_away_fails_each_line(tmp_path: Path) -> None:
     assert "cannot reach" in found["a"]["error"]["message"]
 
 
+@pytest.mark.parametrize("fails", [True, False], ids=["away", "was full"])
+async def test_why_it_waits_is_told_until_that_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("gateway.commands.batch._LONGEST_PAUSE_S", 0.3)
+    monkeypatch.setattr("gateway.commands.progress.Progress.show", lambda _, text: shown.append(text))
+    answers = iter([True, False])
+
+    def script(_: Generation) -> AsyncGenerator[Event, None]:
+        if next(answers):
+            raise UnavailableError("loading")
+        return say("yes")
+
+    source = write(tmp_path / "in", line("a"))
+    if fails:
+        run(source, tmp_path / "out", "--url", "http://127.0.0.1:9", "--attempts", 2)
+    else:
+        async with on_socket(FakeUpstream(script)) as served:
+            await ask(served, source, tmp_path / "out")
+    why = "; cannot reach http://127.0.0.1:9: [Errno 111] Connection refused" if fails else "; 503: loading"
+    assert any(text.startswith("0 of 1 done") and text.endswith(why) for text in shown), shown
+    assert shown[-1].startswith("1 of 1 done")
+    assert shown[-1].endswith(why) is fails
+
+
 def test_wrong_input_is_named_before_anything_is_asked(tmp_path: Path) -> None:
     source = write(tmp_path / "in", line("a"), line("a"), line("b", stream=True))
     source.write_text(source.read_text() + "\n{\n[]\n" + json.dumps(line("c") | {"url": "/x"}) + "\n")
