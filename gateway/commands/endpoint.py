@@ -90,7 +90,10 @@ def _reaching(url: str) -> Iterator[None]:
     except (OSError, ValueError, http.client.HTTPException) as error:
         # ValueError: a port or a header that cannot be sent.
         nobody = "; `tritongate up` starts a gateway" if isinstance(error, ConnectionRefusedError) else ""
-        raise ClientError(f"cannot reach {url}: {error or type(error).__name__}{nobody}") from error
+        # The bytes of another protocol would reach the terminal. Its subclass is a hang-up.
+        other = type(error) is http.client.BadStatusLine
+        why = "what answers there is not HTTP" if other else error or type(error).__name__
+        raise ClientError(f"cannot reach {url}: {why}{nobody}") from error
 
 
 @contextmanager

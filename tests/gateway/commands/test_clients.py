@@ -373,3 +373,18 @@ def test_a_server_that_is_away_fails_every_request() -> None:
     assert (len(timing.times_ms), len(timing.failures)) == (0, 3)
     with pytest.raises(ClientError, match="ftp"):
         measure("http", lambda: http_client("ftp://x", work, INPUTS), work)
+
+
+async def test_what_speaks_no_http_is_told_without_its_bytes() -> None:
+    """Such as gRPC's port, 8001: its bytes would reach the terminal."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x00\x00\x18\x04\x00\x1b[2J\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(ClientError, match=f"^cannot reach {url}: what answers there is not HTTP$"):
+            await change(url)
