@@ -14,29 +14,21 @@ everything else is passed on at once.
 If tools may be called, a segment is a call if its first line is the name of an offered tool and the rest is a
 call in the format's notation (`gateway.chat.calls`). Everything else is text: also a call of a tool that was
 not offered, and a malformed one. Neither text nor a call can be taken back once it was sent, so text that may
-still be a call is held back until it cannot be one. The tokens of the text, if they are known, come beside
-it; those of calls do not.
+still be a call is held back until it cannot be one.
 """
 
-import codecs
 import enum
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gateway.chat.calls import CallReader, OnPart, Verdict
 from gateway.chat.conversation import answer_metadata, call_rules, callable_names, chat_form
-from gateway.core.events import CallPart, FinishReason, Piece, TokenLogprob, joined_pieces
+from gateway.core.events import CallPart, FinishReason, Piece, joined_pieces
 from gateway.core.request import Conversation, Generation, Turns
 from wire.meta import Segment
 
-AnswerPart = Piece | TokenLogprob
-"""Part of an answer: a piece, or a token of its text."""
-
-_PLACEHOLDER = "[[训练时间]]"
-_TRAINING_DATE = "2023年"
+PLACEHOLDER = "[[训练时间]]"
+TRAINING_DATE = "2023年"
 _SEPARATOR = "\n"
-
-_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ChoiceReader:
@@ -67,29 +59,32 @@ class ChoiceReader:
     def push_text(self, text: str) -> tuple[Piece, ...]:
         """Take one delta of text only; return what can be shown."""
         if self._tools is not None:
-            return pieces_of(self._tools.push(text))
+            return self._tools.push(text)
         shown = self._text.push(text)
         return (shown,) if shown else ()
 
-    def push(
-        self, text: str, segments: Sequence[Segment], tokens: Sequence[TokenLogprob]
-    ) -> tuple[AnswerPart, ...]:
-        """Take one delta, the segments that begin in it and its tokens; return what can be shown.
+    def push(self, text: str, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+        """Take one delta and the segments that begin in it; return what can be shown.
 
         Raises:
             ValueError: a segment begins outside `text`, before the one ahead of it, or where there are none.
         """
         if self._tools is not None:
-            return self._tools.push(text, segments, tokens)
+            return self._tools.push(text, segments)
         shown = self._text.push(text, segments)
-        return (shown, *tokens) if shown else tuple(tokens)
+        return (shown,) if shown else ()
 
-    def finish(self) -> tuple[AnswerPart, ...]:
+    def finish(self) -> tuple[Piece, ...]:
         """Return what was held back; the choice is over."""
         if self._tools is not None:
             return self._tools.finish()
         shown = self._text.finish()
         return (shown,) if shown else ()
+
+    @property
+    def hidden(self) -> list[tuple[int, int]]:
+        """Where in the raw answer calls are, from its beginning on, in characters."""
+        return [] if self._tools is None else self._tools.hidden
 
     def reason(self, reason: FinishReason | None) -> FinishReason | None:
         """Return why it ended, given why the model did; call it after `finish`.
@@ -147,7 +142,7 @@ class AnswerText:
         return self._end_segment()
 
     def _push_within_segment(self, text: str) -> str:
-        text = (self._held + text).replace(_PLACEHOLDER, _TRAINING_DATE)
+        text = (self._held + text).replace(PLACEHOLDER, TRAINING_DATE)
         if not self._segment_has_text:
             text = text.lstrip()
         safe = len(text) - _placeholder_begun(text)
@@ -173,7 +168,7 @@ class AnswerText:
 def _placeholder_begun(text: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of the placeholder."""
     return next(
-        (length for length in range(len(_PLACEHOLDER) - 1, 0, -1) if text.endswith(_PLACEHOLDER[:length])), 0
+        (length for length in range(len(PLACEHOLDER) - 1, 0, -1) if text.endswith(PLACEHOLDER[:length])), 0
     )
 
 
@@ -239,68 +234,62 @@ class ToolText:
     ) -> None:
         self._offered = frozenset(offered)
         self._new_reader = reader
-        self._parts: list[AnswerPart] = []
+        self._parts: list[Piece] = []
         """Determined, but not returned yet."""
-        self._tokens = TextTokens()
+        self._taken = 0
+        """How many characters came."""
         self._text = None if constrained else AnswerText()
         self.called = False
         """Whether any call was reported."""
         self.cut = False
         """Whether the answer ended in the middle of a call that was reported; known at its end."""
+        self.hidden: list[tuple[int, int]] = []
+        """Where in the answer calls are, from its beginning on, in characters."""
         self._begin_segment()
         if metadata is not None:
             self._at = _Within.TEXT
             if metadata in self._offered:
                 self._begin_call(metadata)
 
-    def push(
-        self, text: str, segments: Sequence[Segment] = (), tokens: Iterable[TokenLogprob] = ()
-    ) -> tuple[AnswerPart, ...]:
-        """Take one delta of the raw answer, the segments that begin in it and its tokens, if they are known.
-
-        Returns:
-            What is determined now; each token after some of the text that it is of, and before any call that
-            follows.
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
+        """Take one delta of the raw answer and the segments that begin in it; return what is determined now.
 
         Raises:
             ValueError: a segment begins outside `text`, or before the one ahead of it.
         """
-        self._tokens.push(tokens)
         for segment, part in by_segment(text, segments):
             if segment is not None:
                 self._end_segment()
                 if self._text is not None:
                     self._show(self._text.push("", (Segment(0, segment.role),)))
-                self._parts += self._tokens.next_segment()
                 self._begin_segment()
             self._push_within_segment(part)
         return self._take()
 
-    def finish(self) -> tuple[AnswerPart, ...]:
+    def finish(self) -> tuple[Piece, ...]:
         """The answer is over: return what was held back, as text or call."""
         in_call = self._at is _Within.CALL
         self._end_segment()
         self.cut = in_call and self._at is _Within.CALL and not self._reader.complete
         if self._text is not None:
             self._show(self._text.finish())
-        self._parts += self._tokens.finish()
         return self._take()
 
-    def _take(self) -> tuple[AnswerPart, ...]:
-        parts = tuple(self._parts)
+    def _take(self) -> tuple[Piece, ...]:
+        parts = joined_pieces(self._parts)
         self._parts.clear()
         return parts
 
     def _show(self, text: str) -> None:
         if text:
             self._parts.append(text)
-            self._parts += self._tokens.show()
 
     def _push_text(self, text: str) -> None:
         self._show(text if self._text is None else self._text.push(text))
 
     def _begin_segment(self) -> None:
         self._at = _Within.NAME
+        self._begun_at = self._taken
         self._held = ""
         """All of the segment, while it may be a call."""
 
@@ -310,10 +299,12 @@ class ToolText:
         self._call_over = False
 
     def _push_within_segment(self, text: str) -> None:
-        self._tokens.read(text)
+        self._taken += len(text)
         if self._at is _Within.TEXT:
             self._push_text(text)
-        if self._at in (_Within.TEXT, _Within.CUT_CALL):
+            return
+        if self._at is _Within.CUT_CALL:
+            self._hide(self._taken)
             return
         self._held += text
         if self._at is _Within.NAME:
@@ -337,7 +328,7 @@ class ToolText:
                 self._held = ""
                 rest = self._reader.take_rest()
                 if not self._call_over:
-                    self._tokens.call(len(rest))
+                    self._hide(self._taken - len(rest))
                     self._call_over = self._reader.complete
                 if self._text is not None:  # A grammar has nothing behind a call.
                     self._push_text(rest)
@@ -353,8 +344,6 @@ class ToolText:
     def _release(self) -> None:
         """Treat the segment as text: what came so far, and the rest."""
         held, self._held = self._held, ""
-        if held.strip():
-            self._tokens.leave_out()
         if self._text is None and self._at is not _Within.TEXT:
             first, newline, held = held.partition("\n")
             self._at = _Within.TEXT if newline and not first.strip() else _Within.CUT_CALL
@@ -362,137 +351,25 @@ class ToolText:
             self._at = _Within.TEXT
         if self._at is _Within.TEXT:
             self._push_text(held)
+        else:
+            self._hide(self._taken)
+
+    def _hide(self, end: int) -> None:
+        """Note that the segment is a call, or the beginning of one that is left out, as far as `end`."""
+        if self.hidden and self.hidden[-1][0] == self._begun_at:
+            self.hidden.pop()
+        self.hidden.append((self._begun_at, end))
 
 
-class _Whose(enum.Enum):
-    """What is known of a segment, or of what follows a call in it."""
+def in_runs(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, ...]]:
+    """Divide pieces so that in each run the calls come last: its text is one, which the calls follow.
 
-    UNKNOWN = enum.auto()
-    """Nothing of it was shown or reported yet."""
-    TEXT = enum.auto()
-    CALL = enum.auto()
-
-
-class _Length:
-    """Characters of a segment so far, without the spaces that it begins with."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, text: str) -> None:
-        self.value += len(text if self.value else text.lstrip(" "))
-
-
-class TextTokens:
-    """Tells the tokens of an answer's (one choice's) text from those of its calls. Not thread-safe.
-
-    The log-probabilities of an answer list its tokens, and the answer's own text says what became of them. A
-    token's bytes say how long it is, so both can be measured: a segment's text is what its tokens' bytes
-    decode to. It differs in two places only. A space that a segment begins with may be missing, so both are
-    measured from the first character that is none. And at the very end, text may be cut off at a stop string.
-    A role token has no bytes and opens the next segment. Tokens come with their text or before it.
-
-    Tokens whose characters are neither shown as text nor reported as a call, such as those of a blank line,
-    belong to what comes next; at the end of the answer, to what came last. If nothing did, they are text.
+    There is at least one run.
     """
-
-    def __init__(self) -> None:
-        self._coming: deque[TokenLogprob] = deque()
-        """Those that begin after everything that was decided."""
-        self._undecided: list[TokenLogprob] = []
-        self._last = _Whose.TEXT
-        self._begin_segment()
-
-    def push(self, tokens: Iterable[TokenLogprob]) -> None:
-        """Take the next tokens."""
-        self._coming.extend(tokens)
-
-    def read(self, text: str) -> None:
-        """Take more of the segment's raw text."""
-        self._read.add(text)
-
-    def show(self) -> list[TokenLogprob]:
-        """All that was read and is not a call's is text, some of which was shown: return its new tokens."""
-        self._whose = self._last = _Whose.TEXT
-        self._reach(self._read.value)
-        return self._take()
-
-    def call(self, rest: int = 0) -> None:
-        """All that was read but `rest` characters is a call's."""
-        self._whose = self._last = _Whose.CALL
-        self._reach(self._read.value - rest)
-        self._undecided.clear()
-
-    def leave_out(self) -> None:
-        """What was read is not shown unless `show` says so: it is the beginning of a call."""
-        self._last = _Whose.CALL
-
-    def next_segment(self) -> list[TokenLogprob]:
-        """A role token opens the next segment: return the tokens of the text before it."""
-        while self._coming and (self._coming[0].utf8 or self._next_begins() < self._read.value):
-            self._advance()
-        whose = self._whose
-        self._begin_segment()
-        if whose is _Whose.UNKNOWN:
-            return []
-        taken = self._take()
-        return taken if whose is _Whose.TEXT else []
-
-    def finish(self) -> list[TokenLogprob]:
-        """The answer is over: return the tokens of its text that were not returned before."""
-        self._undecided += self._coming
-        self._coming.clear()
-        taken = self._take()
-        return taken if self._last is _Whose.TEXT else []
-
-    def _begin_segment(self) -> None:
-        self._whose = _Whose.UNKNOWN
-        self._read = _Length()
-        self._place = _Length()
-        """Of the text of the tokens so far, but for a character that is not complete."""
-        # Each byte that is not part of a character is one, as it is in the text.
-        self._utf8 = _new_utf8_decoder("surrogateescape")
-
-    def _reach(self, end: int) -> None:
-        while self._coming and self._next_begins() < end:
-            self._advance()
-
-    def _next_begins(self) -> int:
-        """Return where the first of the coming tokens begins; within a character, where that does."""
-        if not self._coming[0].utf8:  # It is not text, and ends a character, complete or not.
-            self._place.add(self._utf8.decode(b"", final=True))
-        return self._place.value
-
-    def _advance(self) -> None:
-        token = self._coming.popleft()
-        self._place.add(self._utf8.decode(token.utf8))
-        self._undecided.append(token)
-
-    def _take(self) -> list[TokenLogprob]:
-        taken, self._undecided = self._undecided, []
-        return taken
-
-
-def pieces_of(parts: Iterable[AnswerPart]) -> tuple[Piece, ...]:
-    """Return the pieces alone, as few as possible."""
-    return joined_pieces(each for each in parts if not isinstance(each, TokenLogprob))
-
-
-def in_runs(
-    parts: Iterable[AnswerPart],
-) -> Iterator[tuple[tuple[Piece, ...], tuple[TokenLogprob, ...]]]:
-    """Divide part of an answer so that in each run the calls come last: yield its pieces and its tokens.
-
-    The tokens of a run are therefore those of one text, which the calls follow. There is at least one run.
-    """
-    run: list[AnswerPart] = []
-    for each in parts:
+    run: list[Piece] = []
+    for each in pieces:
         if run and isinstance(run[-1], CallPart) and not isinstance(each, CallPart):
-            yield pieces_of(run), _tokens_of(run)
+            yield joined_pieces(run)
             run = []
         run.append(each)
-    yield pieces_of(run), _tokens_of(run)
-
-
-def _tokens_of(parts: Iterable[AnswerPart]) -> tuple[TokenLogprob, ...]:
-    return tuple(each for each in parts if isinstance(each, TokenLogprob))
+    yield joined_pieces(run)

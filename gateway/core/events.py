@@ -69,6 +69,11 @@ def joined_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     return tuple(joined)
 
 
+def text_in(pieces: Iterable[Piece]) -> str:
+    """Return the text in `pieces`, without reasoning and calls."""
+    return "".join([piece for piece in pieces if isinstance(piece, str)])
+
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = str | int
 """The request's own stop string or token id that ended a choice; the format's own stop ids do not count."""
@@ -208,7 +213,7 @@ class Delta(Struct, frozen=True, kw_only=True):
         pieces = self.pieces
         if len(pieces) == 1 and isinstance(pieces[0], str):
             return pieces[0]  # the common case
-        return "".join([piece for piece in pieces if isinstance(piece, str)])
+        return text_in(pieces)
 
     @property
     def reasoning(self) -> str:

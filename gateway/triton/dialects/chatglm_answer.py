@@ -10,18 +10,22 @@ from operator import itemgetter
 import msgspec
 from msgspec import structs
 
-from gateway.chat.answers import ChoiceReader, in_runs, pieces_of
+from gateway.chat.answers import ChoiceReader, in_runs
 from gateway.chat.marked import MarkedChoice
+from gateway.chat.text_tokens import TextTokens
 from gateway.core.events import (
     Accepted,
+    CallPart,
     Delta,
     Event,
     Heartbeat,
     LogitsPart,
+    Piece,
     PromptLogprob,
     TokenLogprob,
     TopLogprob,
     Usage,
+    text_in,
 )
 from gateway.core.request import Conversation, Generation, Turns
 from gateway.errors import UpstreamProtocolError
@@ -72,6 +76,9 @@ class ChatGLMAnswer:
         new = reader or (lambda: ChoiceReader(generation, report.chat_format))
         self._choices = {index: new() for index in range(generation.n)}
         """The choices that have not ended."""
+        scored = () if generation.logprobs is None else self._choices
+        self._listed = {index: TextTokens(special=generation.show_special) for index in scored}
+        self._echoes = generation.echo
         self._accepted = False
         self._wants_ranks = generation.prompt_ranks
         self._with_segments = isinstance(generation.prompt, Turns)
@@ -237,14 +244,13 @@ class ChatGLMAnswer:
 
         It is more than one if text follows a call, so that all log-probabilities in one are of one text.
         """
-        scored = meta.logprobs is not None
+        choice, over = self._choice(index), meta.finish_reason is not None
         try:
-            choice = self._choice(index)
-            parts = choice.push(text, meta.segments or (), _logprobs(meta.logprobs or ()))
+            pieces = choice.push(text, meta.segments or ())
         except ValueError as error:
             raise not_understood(str(error)) from error
-        if meta.finish_reason is not None:
-            parts = (*parts, *choice.finish())
+        if over:
+            pieces += choice.finish()
             del self._choices[index]
             self._ended_tokens += len(self._ids[index]) + self._counted[index]
             if self._count is not None and isinstance(choice, MarkedChoice) and choice.thoughts:
@@ -252,21 +258,18 @@ class ChatGLMAnswer:
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
         prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
+        *before, (pieces, logprobs) = self._scored(index, text, pieces, meta, choice.hidden)
         segments = tuple(meta.segments or ()) if self._with_segments else ()
-        if meta.finish_reason is None and not (parts or tokens or prompt_logprobs or segments):
+        if not (over or pieces or before or logprobs or tokens or prompt_logprobs or segments):
             return [Heartbeat()]
-        *before, (pieces, logprobs) = in_runs(parts) if scored else [(pieces_of(parts), ())]
         return [
-            *(
-                Delta(pieces=earlier, tokens=0, index=index, logprobs=theirs if scored else None)
-                for earlier, theirs in before
-            ),
+            *(Delta(pieces=earlier, tokens=0, index=index, logprobs=theirs) for earlier, theirs in before),
             Delta(
                 pieces=pieces,
                 tokens=tokens,
                 index=index,
                 token_ids=_ids(meta.token_ids),
-                logprobs=logprobs if scored else None,
+                logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 segments=segments,
                 finish_reason=choice.reason(meta.finish_reason),
@@ -274,6 +277,29 @@ class ChatGLMAnswer:
                 usage=None if meta.usage is None else self._whole(_usage(meta.usage, meta.queue_s)),
             ),
         ]
+
+    def _scored(
+        self,
+        index: int,
+        text: str,
+        pieces: tuple[Piece, ...],
+        meta: wire_meta.Meta,
+        hidden: list[tuple[int, int]],
+    ) -> list[tuple[tuple[Piece, ...], tuple[TokenLogprob, ...] | None]]:
+        """Divide the pieces of a choice's delta; return each run with its text's tokens, if requested."""
+        listed = self._listed.get(index)
+        if listed is None:
+            return [(pieces, None)]
+        prompt = [_utf8(each.bytes) for each in meta.prompt_logprobs or () if self._echoes]
+        listed.push(text, _logprobs(meta.logprobs or ()), prompt)
+        runs = [
+            (run, listed.take(text_in(run), hidden, called=isinstance(run[-1] if run else None, CallPart)))
+            for run in in_runs(pieces)
+        ]
+        if meta.finish_reason is not None:
+            last, tokens = runs[-1]
+            runs[-1] = (last, tokens + listed.finish())
+        return [(run, tokens if tokens or meta.logprobs is not None else None) for run, tokens in runs]
 
     def _whole(self, usage: Usage) -> Usage:
         """Return the usage of an answer, perhaps a resumed one, given what its last server tells."""

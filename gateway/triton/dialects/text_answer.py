@@ -3,13 +3,23 @@
 What a backend does not report is counted or inferred here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.chat.marked import VisibleTokens
 from gateway.chat.styles import possible_beginning
-from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, Reasoning, TokenLogprob, Usage
+from gateway.chat.text_tokens import TextTokens
+from gateway.core.events import (
+    Accepted,
+    Delta,
+    Event,
+    FinishReason,
+    Piece,
+    Reasoning,
+    TokenLogprob,
+    Usage,
+    text_in,
+)
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.base import Response
@@ -143,7 +153,7 @@ class TextAnswer:
         self._prompt = prompt
         self._prompt_tokens: int | None = None
         self._marks = model.reader(prompt)
-        self._visible = VisibleTokens(self._marks)
+        self._listed = None if generation.logprobs is None else TextTokens()
         self._stops = tuple(generation.stop) if cut_stops else ()
         self._begun = [0] * len(self._stops)
         """How many characters at the text's end may begin each stop string: those before never will."""
@@ -195,7 +205,8 @@ class TextAnswer:
         if not self._reported:
             self._raw.append(news.text)
         self._tokens += tokens
-        self._visible.expect(news.text, news.logprobs or ())
+        if self._listed is not None:
+            self._listed.push(news.text, news.logprobs or ())
         pieces = self._read(news.text, over=False)
         if news.finish in _FAILURES:
             raise UpstreamProtocolError("The model's backend gave up the answer.")
@@ -205,7 +216,7 @@ class TextAnswer:
             self._finish = "length" if news.finish in _AT_LIMIT else "stop"
         if not pieces and not tokens:
             return []
-        return [Delta(pieces=pieces, tokens=tokens, logprobs=self._logprobs())]
+        return [Delta(pieces=pieces, tokens=tokens, logprobs=self._logprobs(pieces))]
 
     def rest(self, text: str) -> list[Event]:
         """Return the events in text that was held back: its tokens were counted already.
@@ -231,7 +242,7 @@ class TextAnswer:
         last = Delta(
             pieces=pieces,
             tokens=max(0, self._tokens - before),
-            logprobs=self._logprobs(over=True),
+            logprobs=self._logprobs(pieces, over=True),
             finish_reason=self._finish_reason(),
             stop_reason=self._stopped_by,
             usage=usage,
@@ -263,9 +274,12 @@ class TextAnswer:
         self._thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
         return tuple(read)
 
-    def _logprobs(self, *, over: bool = False) -> tuple[TokenLogprob, ...] | None:
-        """Return those of tokens that turned out to be text; None: they were not requested."""
-        return None if self._generation.logprobs is None else tuple(self._visible.shown(over=over))
+    def _logprobs(self, pieces: Iterable[Piece], *, over: bool = False) -> tuple[TokenLogprob, ...] | None:
+        """Return those of the tokens of more text; None: they were not requested."""
+        if self._listed is None:
+            return None
+        taken = self._listed.take(text_in(pieces), self._marks.hidden)
+        return taken + self._listed.finish() if over else taken
 
     def _finish_reason(self) -> FinishReason:
         """Return why the answer ended, whose tokens were counted."""

@@ -108,8 +108,11 @@ class _Answer(TextOutputs):
 
 
 def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:
+    # U+FFFD stands for part of a character, which the text has with the token that completes it.
     every: Sequence[TopLogprob] = [
-        TopLogprob(id=int(id_), token=text, utf8=text.encode(), logprob=max(_LOGPROB_FLOOR, logprob))
+        TopLogprob(
+            id=int(id_), token=text, utf8=text.strip("\ufffd").encode(), logprob=max(_LOGPROB_FLOOR, logprob)
+        )
         for id_, entry in entries.items()
         for text, logprob in ((entry.get("decoded_token") or "", float(entry["logprob"])),)
     ]

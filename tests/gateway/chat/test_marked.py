@@ -1,7 +1,7 @@
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chat.answers import AnswerPart
 from gateway.chat.marked import MARKS, MarkedChoice, MarkedText
 from gateway.chat.styles import STYLES
-from gateway.core.events import CallPart, Piece, Reasoning, TokenLogprob, joined_pieces
+from gateway.core.events import CallPart, Piece, Reasoning, joined_pieces
 from wire.meta import Segment
 
 BERLIN = CallPart("weather", '{"city": "Berlin"}')
@@ -447,31 +446,14 @@ def choice(*tools: str, thinks: bool = True) -> MarkedChoice:
     return MarkedChoice(MarkedText(STYLES["hermes"], tools, thinks=thinks))
 
 
-def token(text: str) -> TokenLogprob:
-    return TokenLogprob(id=0, token=text, utf8=text.encode(), logprob=-1.0, top=())
-
-
-def pieces_of(parts: Iterable[AnswerPart]) -> tuple[Piece, ...]:
-    return joined_pieces(each for each in parts if not isinstance(each, TokenLogprob))
-
-
 def test_an_answer_is_the_same_however_it_is_cut() -> None:
     text = "".join(TOKENS)
     for size in (1, 3, 7, len(text)):
         reader = choice("now")
         parts = [part for at in range(0, len(text), size) for part in reader.push_text(text[at : at + size])]
-        assert pieces_of([*parts, *reader.finish()]) == WHOLE
+        assert joined_pieces([*parts, *reader.finish()]) == WHOLE
         assert reader.reason("stop") == "tool_calls"
         assert reader.reason("length") == "length"
-
-
-def test_only_tokens_of_the_text_are_told() -> None:
-    reader = choice("now")
-    parts = [part for text in TOKENS for part in reader.push(text, (), [token(text)])]
-    parts += reader.finish()
-    assert pieces_of(parts) == WHOLE
-    told = [part.token for part in parts if isinstance(part, TokenLogprob)]
-    assert "".join(told).strip() == "It is fine."
 
 
 def test_white_space_before_the_text_is_dropped() -> None:
@@ -482,13 +464,13 @@ def test_white_space_before_the_text_is_dropped() -> None:
         *reader.push_text("\n no"),
         *reader.finish(),
     ]
-    assert pieces_of(parts) == ("Yes\n no",)
+    assert joined_pieces(parts) == ("Yes\n no",)
     assert reader.reason("stop") == "stop"
 
 
 def test_it_has_no_segments() -> None:
     with pytest.raises(ValueError, match="segment"):
-        choice().push("x", [Segment(0, "assistant")], ())
+        choice().push("x", [Segment(0, "assistant")])
 
 
 @pytest.mark.parametrize("cut", range(len("\n</tool_call>")))

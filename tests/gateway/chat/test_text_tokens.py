@@ -1,147 +1,252 @@
-import pytest
+"""What is listed of an answer's tokens: their bytes, joined, are its text."""
 
-from gateway.chat.answers import (
-    AnswerPart,
-    TextTokens,
-    in_runs,
-    pieces_of,
-)
-from gateway.core.events import CallPart, TokenLogprob
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-CALL = CallPart("now", "{}")
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.chat.answers import AnswerText, RawText, ToolText, in_runs
+from gateway.chat.calls import FencedCallReader
+from gateway.chat.marked import MarkedChoice, MarkedText
+from gateway.chat.styles import STYLES
+from gateway.chat.text_tokens import TextTokens
+from gateway.core.events import CallPart, Piece, TokenLogprob, text_in
+from wire.calls import write_fenced
+from wire.meta import Segment
+
+HERMES = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 
-def token(utf8: bytes) -> TokenLogprob:
-    return TokenLogprob(id=7, token=repr(utf8), utf8=utf8, logprob=-1.0, top=())
+def token(utf8: str | bytes, name: str | None = None) -> TokenLogprob:
+    utf8 = utf8.encode() if isinstance(utf8, str) else utf8
+    return TokenLogprob(id=7, token=repr(utf8) if name is None else name, utf8=utf8, logprob=-1.0, top=())
 
 
 def tokens(*utf8: str | bytes) -> list[TokenLogprob]:
-    return [token(each if isinstance(each, bytes) else each.encode()) for each in utf8]
+    return [token(each) for each in utf8]
 
 
-def bytes_of(found: list[TokenLogprob]) -> list[bytes]:
+ROLE = token("", "<|assistant|>")
+
+
+def bytes_of(found: Sequence[TokenLogprob]) -> list[bytes]:
     return [each.utf8 for each in found]
 
 
-def shown(of: TextTokens, text: str) -> list[bytes]:
-    of.read(text)
-    return bytes_of(of.show())
-
-
-def test_tokens_come_with_the_characters_that_begin_in_them() -> None:
+def test_a_token_is_listed_once_all_of_it_is_decided() -> None:
     of = TextTokens()
-    of.push(tokens("He", "llo", " you"))
-    assert shown(of, "H") == [b"He"]
-    assert shown(of, "e") == []
-    assert shown(of, "llo") == [b"llo"]
-    assert shown(of, " y") == [b" you"]
+    of.push("Hello you", tokens("He", "llo", " you"))
+    assert bytes_of(of.take("H", [])) == []
+    assert bytes_of(of.take("ello", [])) == [b"He", b"llo"]
+    assert bytes_of(of.take(" you", [])) == [b" you"]
+    assert of.finish() == ()
+
+
+def test_white_space_that_is_stripped_has_no_tokens() -> None:
+    of = TextTokens()
+    of.push("\n Hello \n", tokens("\n", " Hello", " \n"))
+    assert bytes_of(of.take("Hello", [])) == [b"Hello"]
+    assert of.finish() == ()
+
+
+def test_a_token_of_which_a_part_is_text_keeps_its_name() -> None:
+    of = TextTokens()
+    of.push("ends he", tokens("ends", " here"))
+    assert bytes_of(of.take("ends", [])) == [b"ends"]
+    assert bytes_of(of.take(" h", [])) == []
+    (last,) = of.finish()
+    assert (last.token, last.utf8) == ("b' here'", b" h")
 
 
 def test_a_character_of_several_tokens_has_them_all() -> None:
     of = TextTokens()
     smile = "🙂".encode()
-    of.push([*tokens("a"), *(token(smile[place : place + 1]) for place in range(4)), *tokens("b")])
-    assert shown(of, "a") == [b"a"]
-    assert shown(of, "🙂") == [smile[place : place + 1] for place in range(4)]
-    assert shown(of, "b") == [b"b"]
+    parts = [smile[place : place + 1] for place in range(4)]
+    of.push("a", tokens("a", *parts[:3]))
+    assert bytes_of(of.take("a", [])) == [b"a"]
+    assert bytes_of(of.take("", [])) == []
+    of.push("🙂b", tokens(parts[3], "b"))
+    assert bytes_of(of.take("🙂b", [])) == [*parts, b"b"]
+
+
+def test_a_character_that_never_was_whole_is_not_listed() -> None:
+    of = TextTokens()
+    of.push("a", tokens("a", "🙂".encode()[:2]))
+    assert bytes_of(of.take("a", []) + of.finish()) == [b"a"]
 
 
 def test_a_byte_of_no_character_is_one_character() -> None:
     """The text has a U+FFFD for each."""
     of = TextTokens()
-    of.push(tokens(b"\xff", b"\xe4", "a", b"\xe4\xbd", "", "b"))
-    assert shown(of, "\ufffd") == [b"\xff"]
-    assert shown(of, "\ufffda") == [b"\xe4", b"a"]
-    assert shown(of, "\ufffd\ufffd") == [b"\xe4\xbd"]  # the token without text ended it
-    assert shown(of, "b") == [b"", b"b"]
+    raw = "\ufffd\ufffda\ufffd\ufffdb\ufffd"
+    of.push(raw, [*tokens(b"\xff", b"\xe4", "a", b"\xe4\xbd"), ROLE, *tokens("b", "\ufffd")])
+    # the token without text ended the character before it
+    assert b"".join(bytes_of(of.take(raw, []))) == b"\xff\xe4a\xe4\xbdb\xef\xbf\xbd"
 
 
-def test_a_role_token_ends_a_character_too() -> None:
+def test_special_tokens_are_listed_where_they_are_text() -> None:
+    for special in (False, True):
+        of = TextTokens(special=special)
+        of.push("a<|assistant|>b" if special else "ab", [token("a"), ROLE, token("b")])
+        listed = of.take("a<|assistant|>b" if special else "ab", [])
+        assert bytes_of(listed) == ([b"a", b"<|assistant|>", b"b"] if special else [b"a", b"b"])
+
+
+def test_what_is_put_between_segments_is_of_the_token_behind_it() -> None:
     of = TextTokens()
-    of.push(tokens("a", b"\xe4", "", "b", "", "c"))
-    assert shown(of, "a\ufffd") == [b"a", b"\xe4"]
-    assert of.next_segment() == []
-    assert shown(of, "b") == [b"", b"b"]
-    assert of.next_segment() == []
-    of.read("c")
-    of.call()
-    assert of.finish() == []
+    of.push("Hi Done", [*tokens("Hi"), ROLE, *tokens(" Done")])
+    assert bytes_of(of.take("Hi\nDone", [])) == [b"Hi", b"\nDone"]
 
 
-@pytest.mark.parametrize("begun", [0, 1])
-def test_a_role_token_may_come_with_its_segment_or_before_it(begun: int) -> None:
+def test_the_date_is_of_the_placeholders_tokens() -> None:
     of = TextTokens()
-    of.push(tokens("a", "", "b")[: 1 + begun])
-    assert shown(of, "a") == [b"a"]
-    of.push(tokens("a", "", "b")[1 + begun :])
-    assert of.next_segment() == []
-    assert shown(of, "b") == [b"", b"b"]
+    of.push("In [[训练时间]].", tokens("In ", "[[", "训练", "时间", "]].", ""))
+    assert bytes_of(of.take("In 2023年.", [])) == [b"In ", "2023年".encode(), b"", b"", b"."]
 
 
-@pytest.mark.parametrize("beginning", ["  ", " "])
-def test_a_space_that_was_dropped_at_the_beginning_moves_nothing(beginning: str) -> None:
+def test_a_call_and_reasoning_have_no_tokens() -> None:
     of = TextTokens()
-    of.push(tokens(" ", " ", "I", " ", "a", "m"))
-    assert shown(of, f"{beginning}I") == [b" ", b" ", b"I"]
-    assert shown(of, " a") == [b" ", b"a"]
-    assert shown(of, "m") == [b"m"]
+    of.push("(Hm)Hi {} You", tokens("(", "Hm)", "Hi", " {", "} You"))
+    hidden = [(0, 4), (7, 9)]
+    assert bytes_of(of.take("Hi", hidden, called=True)) == [b"Hi"]
+    assert bytes_of(of.take(" You", hidden)) == [b" You"]
+    assert hidden == []
 
 
-def test_what_shows_nothing_belongs_to_what_comes_next() -> None:
+def test_a_token_that_a_call_ends_is_listed_before_the_call() -> None:
     of = TextTokens()
-    of.push(tokens("\n", "", "now\n", "{}", "", "\n", "", "Hi"))
-    of.read("\n")
-    assert of.next_segment() == []
-    of.read("now\n{}")
-    of.call()
-    assert of.next_segment() == []
-    of.read("\n")
-    assert of.next_segment() == []
-    assert shown(of, "Hi") == [b"", b"\n", b"", b"Hi"]
+    of.push("Hi {}", tokens("Hi {", "}"))
+    assert bytes_of(of.take("Hi", [(3, 5)], called=True)) == [b"Hi"]
 
 
-def test_what_shows_nothing_at_the_end_belongs_to_what_came_last() -> None:
-    for begun, kept in ((True, [b"", b"\n", b"STOP"]), (False, [])):
+def test_the_prompt_is_text_without_tokens_of_its_own() -> None:
+    of = TextTokens()
+    smile = "🙂".encode()
+    of.push("", prompt=[b"a", smile[:3]])
+    of.push("a🙂b", tokens(smile[3:], "b"))
+    assert bytes_of(of.take("a🙂b", [])) == [smile[3:], b"b"]
+
+
+def test_backends_leave_spaces_out_of_tokens() -> None:
+    """Tokens that are decoded one by one have no space at their beginning."""
+    of = TextTokens()
+    of.push("Hello world, you", tokens("Hello", "world", ",", "you"))
+    listed = of.take("Hello world, you", [])
+    assert bytes_of(listed) == [b"Hello", b" world", b",", b" you"]
+    assert [each.token for each in listed][1] == "b'world'"
+
+
+def test_backends_leave_tokens_out_of_the_text() -> None:
+    of = TextTokens()
+    of.push("Hello you", tokens("Hello", "<|eom|>", " you", "<|end|>"))
+    assert bytes_of(of.take("Hello you", []) + of.finish()) == [b"Hello", b" you"]
+
+
+def test_tokens_without_a_name_are_of_the_next_character() -> None:
+    for last in (token("€", "€"), token("", "\ufffd")):
         of = TextTokens()
-        of.push(tokens("Hi", "", "\n", "STOP"))
-        of.read("Hi")
-        if begun:
-            of.show()
-        else:
-            of.call()
-        of.next_segment()
-        of.read("\n")
-        assert bytes_of(of.finish()) == kept
-    of = TextTokens()
-    of.push(tokens("\n"))
-    assert bytes_of(of.finish()) == [b"\n"]
+        of.push("a", [token("a"), token("", ""), token("", "\ufffd")])
+        assert bytes_of(of.take("a", [])) == [b"a"]
+        of.push("€b", [last, token("b")])
+        found = bytes_of(of.take("€b", []))
+        assert (len(found), b"".join(found)) == (4, "€b".encode())
 
 
-def test_text_behind_a_call_begins_where_the_call_ends() -> None:
-    of = TextTokens()
-    of.push(tokens("now\n", "{", "}\n", "Do", "ne"))
-    of.read("now\n{}\nDo")
-    of.call(rest=3)
-    assert bytes_of(of.show()) == [b"Do"]
-    assert shown(of, "ne") == [b"ne"]
+class Plain:
+    """An answer of text alone, as the others are read."""
+
+    def __init__(self, text: AnswerText | RawText) -> None:
+        self._text = text
+        self.hidden: list[tuple[int, int]] = []
+
+    def push(self, text: str, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+        return (self._text.push(text, segments),)
+
+    def finish(self) -> tuple[Piece, ...]:
+        return (self._text.finish(),)
 
 
-def test_the_beginning_of_a_call_that_is_left_out_has_no_tokens() -> None:
-    of = TextTokens()
-    of.push(tokens("Hi", "", "no", "w"))
-    assert shown(of, "Hi") == [b"Hi"]
-    of.next_segment()
-    of.read("now")
-    of.leave_out()
-    assert of.finish() == []
+def reader_of(name: str) -> Plain | ToolText | MarkedChoice:
+    match name:
+        case "plain" | "raw":
+            return Plain(AnswerText() if name == "plain" else RawText(segments=True))
+        case "tools" | "constrained":
+            return ToolText(["now"], FencedCallReader, constrained=name == "constrained")
+        case _:
+            return MarkedChoice(MarkedText(STYLES[name], ["now"], thinks=True))
 
 
-def test_tokens_of_a_run_are_of_one_text() -> None:
-    first, second, third = tokens("a", "b", "c")
-    told: list[AnswerPart] = [first, CALL, CALL, "b", second, "c", third, CALL]
-    assert list(in_runs(told)) == [
-        ((CALL, CALL), (first,)),
-        (("bc", CALL), (second, third)),
+WORDS = st.sampled_from(
+    [
+        *(
+            "now\n " + write_fenced({"city": "京"}),
+            "now\n",
+            "now\n{}",
+            "{",
+            '{"a": ',
+            "[[训练时间]]",
+            "[[训练",
+        ),
+        *(HERMES, HERMES[:20], "<think>Hm 🙂.</think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>"),
+        *(" ", "  ", "\n", "\n ", "x", "Hi", "你好", "🙂", "2023年", "."),
     ]
-    assert list(in_runs([])) == [((), ())]
-    assert pieces_of(told) == (CALL, CALL, "bc", CALL)
+)
+SEGMENTS = st.lists(st.lists(WORDS, max_size=4).map("".join), min_size=1, max_size=3)
+
+
+def cut(text: bytes, widths: Sequence[int]) -> Iterator[bytes]:
+    """Cut `text` into tokens of these widths, over and over."""
+    number = at = 0
+    while at < len(text):
+        width = widths[number % len(widths)]
+        yield text[at : at + width]
+        number, at = number + 1, at + width
+
+
+@given(
+    name=st.sampled_from(["plain", "raw", "tools", "constrained", *STYLES]),
+    segments=SEGMENTS,
+    widths=st.lists(st.integers(1, 7), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    stop=st.none() | st.integers(0, 80),
+)
+def test_the_tokens_bytes_are_the_text(
+    name: str, segments: list[str], widths: list[int], cuts: list[int], stop: int | None
+) -> None:
+    """However tokens, deltas and a stop string cut the answer."""
+    marked = name in STYLES
+    segments = segments[:1] if marked else segments
+    made = [piece for segment in segments for piece in (ROLE, *tokens(*cut(segment.encode(), widths)))][1:]
+    whole = "".join(segments)[:stop]
+    starts = [sum(map(len, segments[:number])) for number in range(1, len(segments))]
+    starts = [start for start in starts if start <= len(whole)]
+
+    def listed(cuts: Sequence[int]) -> list[tuple[str, list[bytes]] | None]:
+        reader, of = reader_of(name), TextTokens()
+        told: list[tuple[str, list[bytes]] | None] = [("", [])]
+        bounds = [0, *sorted(each % (len(whole) + 1) for each in cuts), len(whole)]
+        of.push("", made)
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            last = number == len(bounds) - 2
+            here = [at for at in starts if begin <= at < end or (last and at == end)]
+            of.push(whole[begin:end])
+            pieces = reader.push(whole[begin:end], [Segment(at - begin, "a") for at in here])
+            for run in in_runs([*pieces, *(reader.finish() if last else ())]):
+                called = isinstance(run[-1] if run else None, CallPart)
+                text, found = told[-1] or ("", [])
+                found += bytes_of(of.take(text_in(run), reader.hidden, called=called))
+                told[-1] = (text + text_in(run), found)
+                if called:
+                    told.append(None)
+        text, found = told[-1] or ("", [])
+        told[-1] = (text, found + bytes_of(of.finish()))
+        return [each for each in told if each != ("", [])]
+
+    once = listed(())
+    assert "".join(text for text, _ in filter(None, once)).encode() == b"".join(
+        each for _, found in filter(None, once) for each in found
+    )
+    every = listed(range(len(whole) + 1))
+    assert [each for each in listed(cuts) if each] == [each for each in once if each]
+    assert [each for each in every if each] == [each for each in once if each]

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chat.answers import AnswerPart, AnswerText, ToolText, pieces_of
+from gateway.chat.answers import AnswerText, ToolText, in_runs
 from gateway.chat.calls import FencedCallReader
-from gateway.core.events import CallPart, Piece, TokenLogprob
+from gateway.core.events import CallPart, Piece, joined_pieces
 from wire.calls import OPENING
 from wire.calls import write_fenced as write_call
 from wire.meta import Segment
@@ -31,29 +31,19 @@ def told(
     segments: list[str], cuts: list[int] | None = None, metadata: str | None = None
 ) -> tuple[Piece, ...]:
     """Return all of it in order."""
-    return pieces_of(told_with(segments, [], cuts, metadata))
-
-
-def told_with(
-    segments: list[str],
-    tokens: list[TokenLogprob],
-    cuts: list[int] | None = None,
-    metadata: str | None = None,
-) -> list[AnswerPart]:
-    """The same with the tokens, all of which come with the first delta."""
     whole = "".join(segments)
     starts = [sum(map(len, segments[:number])) for number in range(1, len(segments))]
     answer = ToolText(OFFERED, FencedCallReader, metadata=metadata)
-    told: list[AnswerPart] = []
+    told: list[Piece] = []
     bounds = [0, *sorted(cut % (len(whole) + 1) for cut in cuts or ()), len(whole)]
     for number, (begin, end) in enumerate(pairwise(bounds)):
         # A segment that begins where two deltas meet may be told with either; with the later one here.
         last = number == len(bounds) - 2
         here = [at for at in starts if begin <= at < end or (last and at == end)]
         segments_here = [Segment(at - begin, "assistant") for at in here]
-        told += answer.push(whole[begin:end], segments_here, tokens if number == 0 else ())
+        told += answer.push(whole[begin:end], segments_here)
         starts = [at for at in starts if at not in here]
-    return [*told, *answer.finish()]
+    return joined_pieces([*told, *answer.finish()])
 
 
 def plain(*segments: str) -> str:
@@ -185,37 +175,7 @@ def test_nothing_is_lost(segments: list[str]) -> None:
     assert all(json.loads(arguments) is not None for _, arguments in calls)
 
 
-def tokens_of(segment: str, width: int) -> list[TokenLogprob]:
-    """Cut a segment into tokens of `width` bytes, the last one perhaps of fewer."""
-    utf8 = segment.encode()
-    parts = [utf8[at : at + width] for at in range(0, len(utf8), width)]
-    return [TokenLogprob(id=7, token="", utf8=part, logprob=-1.0, top=()) for part in parts]
-
-
-@given(
-    st.lists(st.lists(PIECES, max_size=3).map("".join), min_size=1, max_size=4),
-    st.lists(st.integers(0, 2000), max_size=8),
-    st.integers(1, 5),
-)
-def test_the_tokens_of_text_are_told_and_those_of_calls_are_not(
-    segments: list[str], cuts: list[int], width: int
-) -> None:
-    """Those of a segment that is not shown belong to the next one, or else to the last one."""
-    role = TokenLogprob(id=7, token="<|assistant|>", utf8=b"", logprob=-2.0, top=())
-    tokens: list[TokenLogprob] = []
-    expected: list[TokenLogprob] = []
-    undecided: list[TokenLogprob] = []
-    last = "text"
-    for number, segment in enumerate(segments):
-        of_segment = [*([role] if number else []), *tokens_of(segment, width)]
-        tokens += of_segment
-        undecided += of_segment
-        shown, calls = read([segment])
-        if shown or calls:
-            last = "call" if calls else "text"
-            expected += [] if calls else undecided
-            undecided = []
-    expected += undecided if last == "text" else []
-    found = told_with(segments, tokens, cuts)
-    assert [each for each in found if isinstance(each, TokenLogprob)] == expected
-    assert pieces_of(found) == told(segments)
+def test_in_a_run_the_calls_come_last() -> None:
+    call = CallPart("now", "{}")
+    assert list(in_runs([call, call, "b", "c", call])) == [(call, call), ("bc", call)]
+    assert list(in_runs([])) == [()]

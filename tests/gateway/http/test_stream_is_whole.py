@@ -28,6 +28,7 @@ from tests.gateway.http.made_answers import (
     BEHIND_FENCED,
     BEHIND_JSON,
     CHOICES,
+    PROMPT_TOKEN,
     PROMPT_TOKENS,
     Choice,
     responses,
@@ -133,6 +134,9 @@ def test_chats(
         reasons = [part["finish_reason"] for part in parts]
         assert reasons == [None] * (len(parts) - 1) + [choice["finish_reason"]]
         check_stop_reason(parts, choice, choices[index])
+        if logprobs is not None:
+            listed = b"".join(bytes(token["bytes"] or ()) for token in choice["logprobs"]["content"])
+            assert listed.decode() == (choice["message"]["content"] or "")
         if ids:
             assert [each for part in parts for each in part.get("token_ids") or ()] == choice["token_ids"]
         pieces = [piece for part in parts for piece in part["delta"].get("tool_calls", ())]
@@ -173,7 +177,8 @@ def test_completions(choices: list[Choice], order: list[int], asked: Any, runner
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     for index, choice in enumerate(whole["choices"]):
         parts = [part for chunk in before for part in chunk["choices"] if part["index"] == index]
-        assert "".join(part["text"] for part in parts) == choice["text"] == choices[index].segments[0]
+        text = PROMPT_TOKEN * PROMPT_TOKENS * echo + choices[index].segments[0]
+        assert "".join(part["text"] for part in parts) == choice["text"] == text
         reasons = [part["finish_reason"] for part in parts]
         assert reasons == [None] * (len(parts) - 1) + [choices[index].finish]
         check_stop_reason(parts, choice, choices[index])

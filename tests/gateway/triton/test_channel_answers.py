@@ -105,9 +105,9 @@ async def test_each_choice_ends_when_its_own_deltas_have_come(
 async def test_what_else_there_is_of_a_delta_is_read(
     triton: FakeTriton, fake: FakeChannels, serve: Serve
 ) -> None:
-    running, number = await send(await serve(triton), fake)
+    running, number = await send(await serve(triton), fake, logprobs=0)
     fake.accept(number)
-    logprob = TokenLogprob(5, "a", [97], -0.5, [])
+    logprob = TokenLogprob(5, "b", [98], -0.5, [])
     fake.frame((number, "a"))
     fake.frame((number, "b", Meta(logprobs=[logprob], token_ids=[5])))
     fake.frame((number, "\nc", Meta(segments=[Segment(1, "assistant")])))
@@ -117,7 +117,7 @@ async def test_what_else_there_is_of_a_delta_is_read(
     (with_details,) = [delta for delta in running.deltas if delta.logprobs is not None]
     assert with_details.text == "b"
     assert with_details.token_ids == (5,)
-    assert [each.token for each in with_details.logprobs or ()] == ["a"]
+    assert [each.token for each in with_details.logprobs or ()] == ["b"]
 
 
 async def test_a_broken_document_ends_its_own_answer_only(

@@ -261,7 +261,7 @@ def test_an_answer_out_of_order_is_an_error(responses: list[service_pb2.ModelInf
 
 @pytest.mark.parametrize("broken", NOT_UNDERSTOOD.values(), ids=NOT_UNDERSTOOD)
 def test_a_response_that_is_not_in_the_contract_is_an_error(broken: service_pb2.ModelInferResponse) -> None:
-    answer = DIALECT.decoder(generation(), CHATGLM3)
+    answer = DIALECT.decoder(generation(logprobs=0), CHATGLM3)
     answer.decode(response(meta=ACCEPTED))
     with pytest.raises(UpstreamProtocolError):
         answer.decode(broken)

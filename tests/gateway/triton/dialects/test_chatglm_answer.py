@@ -1,6 +1,7 @@
 """Answers of several choices, and log-probabilities; the rest is what `test_chatglm.py` is about."""
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -119,12 +120,52 @@ def test_each_choice_makes_its_own_calls() -> None:
     assert deltas(first + second) == [("", (), "stop"), ("", (), "tool_calls")]
 
 
+def scored(*texts: str) -> list[dict[str, Any]]:
+    return [
+        {"id": 3, "token": each, "bytes": list(each.encode()), "logprob": -0.25, "top": []} for each in texts
+    ]
+
+
+def test_each_choice_lists_the_tokens_of_its_own_text() -> None:
+    events = decoded(
+        response(meta=ACCEPTED),
+        response("\n He", {"tokens": 2, "logprobs": scored("\n", " He")}),
+        response(" A", {"index": 1, "tokens": 1, "logprobs": scored(" A")}),
+        response("y ", {"tokens": 1, "logprobs": scored("y "), "finish_reason": "stop"}),
+        response("", END | {"index": 1, "logprobs": scored("STOP")}),
+        logprobs=0,
+        n=2,
+    )
+    listed = [
+        (delta.index, delta.text, [each.utf8 for each in delta.logprobs or ()])
+        for delta in events
+        if isinstance(delta, Delta)
+    ]
+    assert listed == [(0, "He", [b"He"]), (1, "A", [b"A"]), (0, "y", [b"y"]), (1, "", [])]
+
+
+def test_behind_an_echo_the_answers_tokens_are_listed() -> None:
+    prompt = [{"id": 3, "token": each, "bytes": list(each.encode()), "top": []} for each in ("\n Do", " it")]
+    *_, delta = decoded(
+        response(meta={"accepted": {"request_id": "req-1", "prompt_tokens": 2}}),
+        response("", {"prompt_logprobs": [{**prompt[0], "logprob": None}, {**prompt[1], "logprob": -1.0}]}),
+        response("\n Do it no", END | {"logprobs": scored(" no", " more")}),
+        prompt="\n Do it",
+        echo=True,
+        prompt_logprobs=0,
+        logprobs=0,
+    )
+    assert isinstance(delta, Delta)
+    assert [each.utf8 for each in delta.logprobs or ()] == [b" no"]
+
+
 def test_logprobs_are_carried_over() -> None:
     top = {"id": 4, "token": "\ufffd", "bytes": [0xE4], "logprob": -0.5}
     sampled = {"id": 3, "token": "x", "bytes": [120], "logprob": -0.25, "top": [top]}
     (_, delta) = decoded(
         response(meta=ACCEPTED),
         response("x", END | {"logprobs": [sampled]}),
+        logprobs=1,
     )
     assert isinstance(delta, Delta)
     assert delta.logprobs == (

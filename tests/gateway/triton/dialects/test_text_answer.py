@@ -127,6 +127,30 @@ def test_log_probabilities_are_those_of_the_text(by: int) -> None:
     assert listed == ["Let", " me", " look.", " Done", "."]
 
 
+@pytest.mark.parametrize("by", [1, 2, 1000])
+@pytest.mark.parametrize(
+    ("stop", "include", "listed"),
+    [
+        (" bc", False, [b"Two", b" "]),
+        (" bc", True, [b"Two", b"  bc"]),
+        ("cd", False, [b"Two", b"  b"]),
+        ("bcd", True, [b"Two", b"  bc", b"d"]),
+    ],
+)
+def test_a_stop_string_has_log_probabilities_where_it_is_text(
+    stop: str, include: bool, listed: list[bytes], by: int
+) -> None:
+    reader = answer(logprobs=0, stop=(stop,), include_stop=include)
+    events: list[Event] = []
+    tokens = ["Two", "  bc", "d ", "e"]
+    for at in range(0, len(tokens), by):
+        some = tokens[at : at + by]
+        events += reader.take(News(text="".join(some), tokens=len(some), logprobs=logprobs(some)))
+    events += reader.end()
+    assert [each.utf8 for delta in deltas(events) for each in delta.logprobs or ()] == listed
+    assert "".join(delta.text for delta in deltas(events)) == b"".join(listed).decode()
+
+
 def test_without_a_request_for_them_there_are_none() -> None:
     assert all(delta.logprobs is None for delta in read("Two."))
 

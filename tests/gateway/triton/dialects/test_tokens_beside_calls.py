@@ -1,4 +1,4 @@
-"""Log-probabilities beside tools: of whatever the model's side makes of its tokens, text has its own."""
+"""Log-probabilities: of whatever the model's side makes of its tokens, text has its own, and no others."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -88,8 +88,13 @@ def read(
 
 
 def shown(events: list[Event]) -> list[tuple[Any, ...]]:
-    """Return texts with their tokens, and names of calls, in order."""
+    """Return texts with their tokens, and names of calls, in order: the tokens' bytes are the text."""
     told: list[tuple[Any, ...]] = []
+    deltas = [event for event in events if isinstance(event, Delta)]
+    added = b"".join(each.utf8 for delta in deltas for each in delta.logprobs or ())
+    bytes_as_characters = added.decode(errors="surrogateescape")
+    as_text = "".join("\ufffd" if "\ud800" <= each <= "\udfff" else each for each in bytes_as_characters)
+    assert as_text == "".join(delta.text for delta in deltas)
     for event in events:
         if not isinstance(event, Delta):
             continue
@@ -104,6 +109,13 @@ def shown(events: list[Event]) -> list[tuple[Any, ...]]:
     return told
 
 
+def spoken(text: ChatText, ids: list[int], begin: int, end: int, also: str = "") -> list[int]:
+    """Return the places of tokens but for white space at the beginning; of that, those that are `also`."""
+    texts = {place: text.tokenizer.display(ids[place])[1] for place in range(begin, end)}
+    first = next(place for place, utf8 in texts.items() if utf8.strip())
+    return [place for place, utf8 in texts.items() if place >= first or utf8 == also.encode() != b""]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_texts_around_calls_have_their_tokens_and_calls_have_none(
     name: str, texts: dict[str, ChatText]
@@ -113,9 +125,9 @@ def test_texts_around_calls_have_their_tokens_and_calls_have_none(
     before = [len(ids_of(text, segments[:number])) for number in range(1, 4)]
     ids = ids_of(text, segments)
     expected = [
-        ("text", "Well, 🙂 你好", list(range(before[0]))),
+        ("text", "Well, 🙂 你好", spoken(text, ids, 0, before[0])),
         ("call", "get_weather"),
-        ("text", "\nDone.", list(range(before[1], before[2]))),
+        ("text", "\nDone.", spoken(text, ids, before[1], before[2], also="\n")),
         ("call", "get_weather"),
         ("call", "get_weather"),
     ]
@@ -128,21 +140,34 @@ def test_text_behind_json_has_its_tokens(texts: dict[str, ChatText]) -> None:
     begun = ids_of(text, ["get_weather\n{}"])
     for behind in ("Then", "\n 🙂"):
         ids = [*begun, *text.tokenizer.encode(behind)]
-        expected = [("call", "get_weather"), ("text", behind.strip(), list(range(len(begun), len(ids))))]
+        places = spoken(text, ids, len(begun), len(ids))
+        expected = [("call", "get_weather"), ("text", behind.strip(), places)]
         assert shown(read(text, ids)) == shown(read(text, ids, range(len(ids)))) == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_stop_string_takes_no_token_from_the_text(name: str, texts: dict[str, ChatText]) -> None:
-    """The tokens that completed it are the text's where text is cut, and the call's where a call is."""
+def test_the_tokens_of_a_stop_string_are_not_the_texts(name: str, texts: dict[str, ChatText]) -> None:
     text = texts[name]
     ids = ids_of(text, ["\n Hello there"])
-    whole = shown(read(text, ids, stop=["there"]))
-    assert (
-        whole
-        == [("text", "Hello", list(range(len(ids))))]
-        == shown(read(text, ids, range(len(ids)), stop=["there"]))
-    )
+    before = len(ids_of(text, ["\n Hello"]))
+    expected = [("text", "Hello", spoken(text, ids, 0, before))]
+    assert shown(read(text, ids, stop=["there"])) == expected
+    assert shown(read(text, ids, range(len(ids)), stop=["there"])) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_token_that_a_stop_string_cuts_has_the_bytes_before_it(
+    name: str, texts: dict[str, ChatText]
+) -> None:
+    text = texts[name]
+    ids = ids_of(text, ["\n Hello there"])
+    whole = next(place for place in range(len(ids)) if len(text.tokenizer.display(ids[place])[1].strip()) > 1)
+    piece = text.tokenizer.display(ids[whole])[0].strip()
+    for ends in ((), range(len(ids))):
+        events = read(text, ids, ends, stop=[piece[1:]])
+        assert shown(events)[0][2][-1] == whole
+        listed = [each for event in events if isinstance(event, Delta) for each in event.logprobs or ()]
+        assert (listed[-1].token.strip(), listed[-1].utf8[-1:]) == (piece, piece[:1].encode())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -153,7 +178,9 @@ def test_a_call_that_is_cut_short_and_left_out_has_no_tokens(name: str, texts: d
         ids = ids_of(text, ["\n{}", cut])
         for ends in ((), range(len(ids))):
             told = shown(read(text, ids, ends, **JSON_BESIDE))
-            assert [each for each in told if each[0] == "text"] == [("text", "{}", list(range(len(begun))))]
+            assert [each for each in told if each[0] == "text"] == [
+                ("text", "{}", spoken(text, begun, 0, len(begun)))
+            ]
 
 
 PIECES = st.sampled_from(
@@ -193,5 +220,3 @@ def test_cuts_change_nothing(
     assert shown(read(text, ids, ends, stop, **parameters)) == whole
     reported = [place for each in whole if each[0] == "text" for place in each[2]]
     assert reported == sorted(set(reported))
-    if not parameters and not any(each[0] == "call" for each in whole):
-        assert reported == list(range(len(reported)))
