@@ -20,9 +20,6 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 _NEAR = 64
 """So many characters may stand in a backend's text before a token that has none of them."""
 
-_OF_PROMPT = TokenLogprob(id=0, token="", utf8=b"", logprob=0.0, top=())
-"""Stands for a token of the prompt, which is not listed."""
-
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -54,6 +51,30 @@ _Run = tuple[str, list[_Part]]
 has one that only the backend knows."""
 
 
+class EveryToken:
+    """Lists all tokens as they come, with the interface of `TextTokens`: of an answer that continues a text.
+
+    Who scores texts counts them.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenLogprob] = []
+
+    def push(self, text: str, tokens: Sequence[TokenLogprob] = ()) -> None:  # noqa: ARG002 - the interface
+        """See `TextTokens.push`."""
+        self._tokens += tokens
+
+    def take(self, *_: object, **__: object) -> tuple[TokenLogprob, ...]:
+        """See `TextTokens.take`."""
+        taken = tuple(self._tokens)
+        self._tokens.clear()
+        return taken
+
+    def finish(self) -> tuple[TokenLogprob, ...]:
+        """See `TextTokens.finish`."""
+        return self.take()
+
+
 class TextTokens:
     """Lists the tokens of one choice's text. Not thread-safe.
 
@@ -82,16 +103,8 @@ class TextTokens:
         self._before = ""
         """What the text has before the next token: the separator of segments."""
 
-    def push(self, text: str, tokens: Sequence[TokenLogprob] = (), prompt: Sequence[bytes] = ()) -> None:
-        """Take more of the raw answer and its next tokens.
-
-        Args:
-            text: the raw answer's.
-            tokens: the answer's.
-            prompt: what the prompt's tokens add to it, where the raw answer begins with the prompt.
-        """
-        for utf8 in filter(None, prompt):
-            self._sample(_Entry(_OF_PROMPT, len(utf8)), utf8)
+    def push(self, text: str, tokens: Sequence[TokenLogprob] = ()) -> None:
+        """Take more of the raw answer and its next tokens."""
         for token in tokens:
             utf8 = token.utf8 or (token.token.encode() if self._special else b"")
             if utf8 or not token.token.strip("\ufffd"):

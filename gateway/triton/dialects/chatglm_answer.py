@@ -12,7 +12,7 @@ from msgspec import structs
 
 from gateway.chat.answers import ChoiceReader, in_runs
 from gateway.chat.marked import MarkedChoice
-from gateway.chat.text_tokens import TextTokens
+from gateway.chat.text_tokens import EveryToken, TextTokens
 from gateway.core.events import (
     Accepted,
     CallPart,
@@ -30,7 +30,7 @@ from gateway.core.events import (
 from gateway.core.request import Conversation, Generation, Turns
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.base import AnswerDelta, ModelReport, Response
-from gateway.triton.dialects.model_text import no_template
+from gateway.triton.dialects.model_text import RenderedPrompt, no_template
 from wire import meta as wire_meta
 from wire import names
 from wire.strings import unpack_strings
@@ -77,8 +77,14 @@ class ChatGLMAnswer:
         self._choices = {index: new() for index in range(generation.n)}
         """The choices that have not ended."""
         scored = () if generation.logprobs is None else self._choices
-        self._listed = {index: TextTokens(special=generation.show_special) for index in scored}
-        self._echoes = generation.echo
+        prompt = generation.prompt
+        converses = (
+            prompt.converses if isinstance(prompt, RenderedPrompt) else isinstance(prompt, Conversation)
+        )
+        self._listed = {
+            index: TextTokens(special=generation.show_special) if converses else EveryToken()
+            for index in scored
+        }
         self._accepted = False
         self._wants_ranks = generation.prompt_ranks
         self._with_segments = isinstance(generation.prompt, Turns)
@@ -290,8 +296,7 @@ class ChatGLMAnswer:
         listed = self._listed.get(index)
         if listed is None:
             return [(pieces, None)]
-        prompt = [_utf8(each.bytes) for each in meta.prompt_logprobs or () if self._echoes]
-        listed.push(text, _logprobs(meta.logprobs or ()), prompt)
+        listed.push(text, _logprobs(meta.logprobs or ()))
         runs = [
             (run, listed.take(text_in(run), hidden, called=isinstance(run[-1] if run else None, CallPart)))
             for run in in_runs(pieces)

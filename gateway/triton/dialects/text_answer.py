@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.chat.styles import possible_beginning
-from gateway.chat.text_tokens import TextTokens
+from gateway.chat.text_tokens import EveryToken, TextTokens
 from gateway.core.events import (
     Accepted,
     Delta,
@@ -153,7 +153,8 @@ class TextAnswer:
         self._prompt = prompt
         self._prompt_tokens: int | None = None
         self._marks = model.reader(prompt)
-        self._listed = None if generation.logprobs is None else TextTokens()
+        listed = TextTokens() if prompt.converses else EveryToken()
+        self._listed = None if generation.logprobs is None else listed
         self._stops = tuple(generation.stop) if cut_stops else ()
         self._begun = [0] * len(self._stops)
         """How many characters at the text's end may begin each stop string: those before never will."""

@@ -120,14 +120,6 @@ def test_a_token_that_a_call_ends_is_listed_before_the_call() -> None:
     assert bytes_of(of.take("Hi", [(3, 5)], called=True)) == [b"Hi"]
 
 
-def test_the_prompt_is_text_without_tokens_of_its_own() -> None:
-    of = TextTokens()
-    smile = "🙂".encode()
-    of.push("", prompt=[b"a", smile[:3]])
-    of.push("a🙂b", tokens(smile[3:], "b"))
-    assert bytes_of(of.take("a🙂b", [])) == [smile[3:], b"b"]
-
-
 def test_backends_leave_spaces_out_of_tokens() -> None:
     """Tokens that are decoded one by one have no space at their beginning."""
     of = TextTokens()

@@ -18,7 +18,6 @@ CALLS = st.sampled_from(
 SEGMENTS = st.lists(CALLS | st.lists(PIECES | CALLS, max_size=5).map("".join), min_size=1, max_size=3)
 
 PROMPT_TOKENS = 7
-PROMPT_TOKEN = "ab"
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,7 @@ class Choice:
     def documents(self, index: int, request: Generation) -> Iterator[tuple[str, dict[str, Any]]]:
         """Return the text and the meta of each response, the last one's without usage."""
         if request.prompt_logprobs is not None:
-            told = [
-                logprob(each, PROMPT_TOKEN.encode(), index, request.prompt_logprobs)
-                for each in range(PROMPT_TOKENS)
-            ]
+            told = [logprob(each, b"ab", index, request.prompt_logprobs) for each in range(PROMPT_TOKENS)]
             told[0] |= {"logprob": None, "top": []}
             ids_too: dict[str, Any] = {"token_ids": []} if request.return_token_ids else {}
             for begin, end in pairwise([0, 1 + index % 3, 4, PROMPT_TOKENS]):
@@ -80,8 +76,7 @@ class Choice:
                 meta["finish_reason"] = self.finish
                 if self.stop is not None and self.finish == "stop":
                     meta["stop_reason"] = self.stop
-            echo = PROMPT_TOKEN * PROMPT_TOKENS if request.echo and number == 0 else ""
-            yield echo + text[begin:end], meta
+            yield text[begin:end], meta
 
     def _ready(self, end: int, ahead: int, unopened: list[int]) -> int:
         """Return how many tokens have come: all that begin before `end`, and up to `ahead` if that is more.

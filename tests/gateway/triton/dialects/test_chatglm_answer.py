@@ -16,6 +16,7 @@ from gateway.core.events import (
     TopLogprob,
     Usage,
 )
+from gateway.core.request import PlainText
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.chatglm import CHATGLM
 from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer
@@ -144,19 +145,17 @@ def test_each_choice_lists_the_tokens_of_its_own_text() -> None:
     assert listed == [(0, "He", [b"He"]), (1, "A", [b"A"]), (0, "y", [b"y"]), (1, "", [])]
 
 
-def test_behind_an_echo_the_answers_tokens_are_listed() -> None:
-    prompt = [{"id": 3, "token": each, "bytes": list(each.encode()), "top": []} for each in ("\n Do", " it")]
-    *_, delta = decoded(
-        response(meta={"accepted": {"request_id": "req-1", "prompt_tokens": 2}}),
-        response("", {"prompt_logprobs": [{**prompt[0], "logprob": None}, {**prompt[1], "logprob": -1.0}]}),
-        response("\n Do it no", END | {"logprobs": scored(" no", " more")}),
-        prompt="\n Do it",
-        echo=True,
-        prompt_logprobs=0,
+def test_an_answer_that_continues_a_text_lists_every_token() -> None:
+    """Who scores texts counts them."""
+    (_, *events) = decoded(
+        response(meta=ACCEPTED),
+        response("", {"tokens": 2, "logprobs": scored("\n", "")}),
+        response("\n no", END | {"logprobs": scored(" no", " more")}),
+        prompt=PlainText("Do it"),
         logprobs=0,
     )
-    assert isinstance(delta, Delta)
-    assert [each.utf8 for each in delta.logprobs or ()] == [b" no"]
+    listed = [each.utf8 for delta in events if isinstance(delta, Delta) for each in delta.logprobs or ()]
+    assert listed == [b"\n", b"", b" no", b" more"]
 
 
 def test_logprobs_are_carried_over() -> None:

@@ -33,7 +33,7 @@ MODEL = ModelText(vocabulary=by_character(), style=STYLES["hermes"], thinks=True
 
 
 def answer(*, thinking: bool = False, cut_stops: bool = True, **changes: Any) -> TextAnswer:
-    prompt = RenderedPrompt("Hi", 2, tools=("weather",), thinks=True, thinking=thinking)
+    prompt = RenderedPrompt("Hi", 2, tools=("weather",), thinks=True, thinking=thinking, converses=True)
     generation = Generation(request_id="r", model="m", prompt=prompt, deadline=0, **changes)
     return TextAnswer(generation, MODEL, prompt, cut_stops=cut_stops, limit=limit_of(generation))
 
