@@ -158,7 +158,7 @@ OPTIONS: Final = (
     Option(
         name="burst_tokens",
         kind=int,
-        help="Tokens in one step of the engine while enough prompts wait to fill it.",
+        help="Tokens in one step of the engine while prompts wait that fill four; else half, if they fill that.",
         default="max_batched_tokens",
         gpu=4096,
         least=1,

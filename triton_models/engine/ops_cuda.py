@@ -30,8 +30,9 @@ from triton_models.engine.kernels.fp8 import (
     gated_rows,
     quantise_rows,
     scaled_product,
+    unscaled_product,
 )
-from triton_models.engine.kernels.heads import padded
+from triton_models.engine.kernels.heads import SCALED, Scales, padded
 from triton_models.engine.kernels.linear import MAX_ROWS, leaves_rows, linear, new_arrivals, tiling_for
 from triton_models.engine.kernels.rows import BLOCK, MARKED_ROWS, SCALED_BLOCK, Rows, new_marks, prepare
 from triton_models.engine.kernels.tiles import MAX_ROWS as TILED_ROWS
@@ -71,11 +72,13 @@ class CudaOperations:
         self._unit = torch.ones((), dtype=torch.float32, device=model.device)
         self._ahead: tuple[Tensor, Norm | None, _Ahead] | None = None
         """A result, and it or its norm as the next product takes it."""
+        self._scales: Scales = SCALED
+        """What attention is to do to the latest product that goes into it."""
         self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
 
     def begin(self, layout: StepLayout) -> None:
         """Divide the step's decodes among programs, as in all of its layers."""
-        self._layout, self._ahead = layout, None
+        self._layout, self._ahead, self._scales = layout, None, SCALED
         self.positions = layout.positions
         self._positions = layout.positions.int()
         self._decodes = len(layout.decode_lengths)
@@ -111,7 +114,8 @@ class CudaOperations:
         queries = projected[:, : self._query_heads]
         attended, ahead = self._new_attended(queries, then)
         # Decodes without prompts beside them rotate and store on their own: a launch less in each layer.
-        decodes: Tensor | NewTokens = NewTokens(projected, turns)
+        decodes: Tensor | NewTokens = NewTokens(projected, turns, self._scales)
+        self._scales = SCALED
         if layout.tiles is not None:
             rotate_store(
                 projected,
@@ -172,8 +176,14 @@ class CudaOperations:
         """Return the norm of [T, width], in one launch."""
         return _normed(hidden, norm)
 
-    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
+    def linear(
+        self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None, attends: bool = False
+    ) -> Tensor:
         """Return `matrix(inputs)`; few rows are limited by reading the weights, and get a kernel for that."""
+        if attends and self._layout.tiles is None and _by_library(matrix, len(inputs)):
+            x = self._rounded(inputs, norm)
+            unscaled, self._scales = unscaled_product(x, matrix, unit=self._unit)
+            return unscaled
         product = self._product(inputs, matrix, norm)
         return matrix(_normed(inputs, norm)) if product is None else product
 

@@ -33,7 +33,14 @@ class PlainMath:
         scale = torch.addcmul(epsilon, length, length, value=1 / hidden.shape[-1])
         return (numbers * scale.rsqrt_()).mul_(weight).to(hidden.dtype)
 
-    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
+    def linear(
+        self,
+        inputs: Tensor,
+        matrix: Linear,
+        *,
+        norm: Norm | None = None,
+        attends: bool = False,  # noqa: ARG002 - nothing is left to attention
+    ) -> Tensor:
         """Return `matrix(inputs)`."""
         return matrix(inputs if norm is None else self.norm(inputs, norm))
 

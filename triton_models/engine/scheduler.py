@@ -1,7 +1,7 @@
 """Chooses the sequences of a step, their number of tokens and KV blocks. Knows nothing of tensors."""
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -36,6 +36,11 @@ take 64 MB."""
 _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
+
+_LARGE_STEPS = 4
+"""A burst that fills fewer of the largest steps is computed in steps of half the size. First tokens come at
+the end of a step: with two or three of them, by half a step later than need be. Smaller steps take 1 % longer
+for each row, which larger bursts would notice (bench/LOG.md)."""
 
 
 def least_ends(tokens: int) -> int:
@@ -132,8 +137,9 @@ class Scheduler:
     * Every running decode gets its token in every step, so a long prompt never stalls the others. The rest of
       the budget goes to prompts by rank: one that outranks a prompt in progress overtakes it.
     * Prompts are cut where the device computes a row in the least time: see `StepTimes`.
-    * If several waiting prompts, of no worse priority than the decodes, fill `burst_tokens`, the step is that
-      large. Only a burst of short prompts makes the decodes pause, and not for long: see `BurstAllowance`.
+    * If waiting prompts, of no worse priority than the decodes, fill `burst_tokens` several times, the step
+      is that large, or half as large if they fill half of it. Only a burst of short prompts makes the
+      decodes pause, and not for long: see `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). No sequence has to wait for a
       common beginning that is still being computed: when a sequence is admitted, all tokens of the sequences
       that outrank it are already scheduled, and can be found.
@@ -168,7 +174,6 @@ class Scheduler:
         self._blocks = block_manager
         self._burst = BurstAllowance(settings.burst_steps)
         self._burst_tokens = settings.largest_step
-        self._least_ends = least_ends(self._burst_tokens)
         self._prefixes = PrefixCache(block_manager)
         self._draft_tokens = settings.draft_tokens
         self._in_vain = self._not_looking = 0
@@ -252,26 +257,37 @@ class Scheduler:
         may_pause = bool(decoding) and self._burst.left
         if not may_pause and self._burst_tokens == self._max_batched_tokens:
             return mixed
-        most_urgent = min(decoding, default=None)  # not the first one's: waiting improves the rank, too
-        tokens = prompts = ends = 0
+        # Not the first one's priority: waiting improves the rank, too.
+        sums = self._burst_of(min(decoding, default=None))
+        tokens, size = sums[-1] if sums else 0, self._burst_tokens
+        if tokens < _LARGE_STEPS * size:
+            size = max(size // 2, self._max_batched_tokens)
+        # Include the rest of a burst and whatever came meanwhile: one longer pause instead of two.
+        if may_pause and tokens and self._burst.under_way:
+            return min(tokens, size), True
+        if tokens < size or len(sums) == 1:
+            return mixed
+        return size, may_pause and bisect_right(sums, size) >= least_ends(size)
+
+    def _burst_of(self, most_urgent: int | None) -> list[int]:
+        """Return how many tokens wait with each further prompt of a burst, none less urgent than this.
+
+        Not more of them than matter to `_plan`.
+        """
+        sums: list[int] = []
+        tokens = 0
         for each in self._next_prompts():
             if most_urgent is not None and each.request.priority > most_urgent:
-                return mixed
+                break
             if each.request.logits:
                 continue  # which a step has only a few rows of
             if each.request.since is not None:
                 continue  # nearly all of it is cached
             tokens += len(each.tokens) - each.computed
-            prompts += 1
-            ends += tokens <= self._burst_tokens
-            if tokens >= self._burst_tokens:
+            sums.append(tokens)
+            if tokens >= _LARGE_STEPS * self._burst_tokens:
                 break
-        # Include the rest of a burst and whatever came meanwhile: one longer pause instead of two.
-        if may_pause and tokens and self._burst.under_way:
-            return self._burst_tokens, True
-        if tokens < self._burst_tokens or prompts == 1:
-            return mixed
-        return self._burst_tokens, may_pause and ends >= self._least_ends
+        return sums
 
     def _room(self, rows: int, budget: int) -> int:
         """Return the rows of a step that has so many without prompts: `budget`, or what is computed faster.

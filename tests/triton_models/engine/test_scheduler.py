@@ -196,8 +196,9 @@ def test_a_prompt_whose_end_fits_is_cut_for_many_decodes_only() -> None:
 
 
 def test_a_burst_is_as_large_as_it_may_be() -> None:
-    chosen, _ = scheduler(blocks=40, burst_tokens=14, times=StepTimes((8, 14), (0.008, 0.028)))
-    for number in range(3):
+    times = StepTimes((8, 14), (0.008, 0.028))
+    chosen, _ = scheduler(blocks=40, max_running=10, burst_tokens=14, times=times)
+    for number in range(10):
         chosen.add(sequence(str(number), 6, 9, arrival=number))
     assert sum(chunk.count for chunk in chosen.schedule().chunks) == 14
 
@@ -313,32 +314,47 @@ def tokens(chosen: Scheduler, steps: int) -> list[tuple[int, int]]:
 
 
 def test_steps_are_larger_while_several_prompts_wait_that_fill_them() -> None:
-    chosen = decoding(burst_steps=0, burst_tokens=20)
+    chosen = decoding(burst_steps=0, burst_tokens=40)
     burst(chosen, 7)
-    # Of its 35 tokens, those that are left after one large step would not fill another.
+    # Of its 35 tokens, those that are left after half of a largest step would not fill another half.
     assert tokens(chosen, 4) == [(19, 1), (9, 1), (7, 1), (0, 1)]
 
 
+def test_steps_are_as_large_as_they_may_be_while_four_of_them_wait() -> None:
+    chosen = decoding(burst_steps=0, burst_tokens=20)
+    burst(chosen, 20)
+    assert tokens(chosen, 4) == [(19, 1), (19, 1), (9, 1), (9, 1)]
+
+
+def test_less_urgent_prompts_behind_a_burst_are_not_counted() -> None:
+    for priority, first in ((0, (39, 1)), (1, (19, 1))):
+        chosen = decoding(burst_steps=0, burst_tokens=40)
+        burst(chosen, 5)
+        for number in range(40):
+            chosen.add(sequence(f"later{number}", 5, 1, arrival=200 + number, priority=priority))
+        assert tokens(chosen, 1) == [first]
+
+
 def test_decodes_pause_from_large_steps_too() -> None:
-    chosen = decoding(burst_steps=8, burst_tokens=20)
+    chosen = decoding(burst_steps=8, burst_tokens=40)
     burst(chosen, 7)
     assert tokens(chosen, 3) == [(20, 0), (15, 0), (0, 1)]
 
 
 def test_an_idle_engine_takes_large_steps() -> None:
-    chosen, _ = scheduler(blocks=200, max_running=60, burst_tokens=20)
+    chosen, _ = scheduler(blocks=200, max_running=60, burst_tokens=40)
     burst(chosen, 4)
     assert tokens(chosen, 1) == [(20, 0)]
 
 
 def test_one_long_prompt_makes_no_step_larger() -> None:
-    chosen = decoding(burst_steps=8, burst_tokens=20)
+    chosen = decoding(burst_steps=8, burst_tokens=40)
     burst(chosen, 1, prompt=60)
     assert tokens(chosen, 2) == [(BUDGET - 1, 1)] * 2
 
 
 def test_less_urgent_prompts_make_no_step_larger() -> None:
-    chosen = decoding(burst_steps=8, burst_tokens=20, priority=-1)
+    chosen = decoding(burst_steps=8, burst_tokens=40, priority=-1)
     burst(chosen, 7)
     assert tokens(chosen, 2) == [(BUDGET - 1, 1)] * 2
 

@@ -58,7 +58,7 @@ class SchedulerModel(RuleBasedStateMachine):
         blocks=st.sampled_from([12, 14, 18, 60]),
         overlap=st.booleans(),
         burst_steps=st.sampled_from([0, 1, 3, 3]),
-        burst_tokens=st.sampled_from([BUDGET, BUDGET, 2 * BUDGET]),
+        burst_tokens=st.sampled_from([BUDGET, 2 * BUDGET, 4 * BUDGET]),
         draft_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(

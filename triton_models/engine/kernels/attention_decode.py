@@ -8,7 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_models.engine.kernels.early import early, wait_for_inputs
-from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded, store_new
+from triton_models.engine.kernels.heads import (
+    SCALED,
+    Scales,
+    lean,
+    load_heads,
+    load_projected,
+    load_slopes,
+    padded,
+    store_new,
+)
 from triton_models.engine.kernels.rows import block_sums, in_8_bits, mark_places
 from triton_models.engine.models import Rotary
 
@@ -117,6 +126,8 @@ class NewTokens:
     rotary: Rotary | None
     """Rotates queries and keys by their positions; [positions, R / 2], contiguous, R at most head_dim. None:
     nothing is rotated."""
+    scales: Scales = SCALED
+    """What is left to be done to `projected`."""
 
 
 def share_out(lengths: Tensor, slots: Tensor, plan: DecodePlan) -> Tensor:
@@ -203,9 +214,9 @@ def decode_attention(
         ValueError: the workspace is too small.
     """
     _, block_size, kv_heads, _ = keys.shape
-    rotary, stores = None, isinstance(queries, NewTokens)
+    rotary, scales, stores = None, SCALED, isinstance(queries, NewTokens)
     if isinstance(queries, NewTokens):
-        rotary, queries = queries.rotary, queries.projected
+        rotary, scales, queries = queries.rotary, queries.scales, queries.projected
     batch, query_heads, head_dim = queries.shape
     if stores:
         query_heads -= 2 * kv_heads
@@ -213,6 +224,7 @@ def decode_attention(
         raise ValueError(f"{batch} rows need a workspace of as many")
     _decode[kv_heads * len(items),](
         queries,
+        scales,
         keys,
         values,
         tables,
@@ -343,6 +355,7 @@ def _merge(
 )
 def _decode(
     queries,
+    scales,
     keys,
     values,
     tables,
@@ -389,13 +402,15 @@ def _decode(
     slope = load_slopes(slopes, heads, lanes < GROUP, HEAD_DIM)
     # A width that the compiler knows lets it load several numbers at once.
     queries += batch_row.to(tl.int64) * ((GROUP + 2) * KV_HEADS * HEAD_DIM if STORES else query_stride)
-    query = tl.load(queries + heads[:, None] * HEAD_DIM + dims[None, :], mask=filled, other=0.0)
+    if scales[0] is not None:
+        scales = (scales[0] + batch_row, scales[1], scales[2])
+    query = load_projected(queries, heads[:, None] * HEAD_DIM + dims[None, :], filled, scales)
     table = tables + slot.to(tl.int64) * table_stride
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
     if STORES:
         query = store_new(
-            query, queries, cos, sin, keys, values, table, length - 1, last == tiles, kv_head,
+            query, queries, scales, cos, sin, keys, values, table, length - 1, last == tiles, kv_head,
             KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, PAIRS,
         )  # fmt: skip
     pair = batch_row * KV_HEADS + kv_head

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from triton_models.engine.kernels.early import early, let_next_begin, prefetch, wait_for_inputs
 from triton_models.engine.kernels.elementwise import norm_row, norm_warps, silu_times, swiglu
+from triton_models.engine.kernels.heads import SCALED, Scales
 from triton_models.engine.kernels.linear import Tiling, combine, finish, launch, splits_for
 from triton_models.engine.kernels.rows import SCALED_BLOCK, load_marks
 from triton_models.engine.models import Norm
@@ -153,6 +154,12 @@ def scaled_product(
         ADD=residual is not None,
     )
     return out
+
+
+def unscaled_product(x: tuple[Tensor, Tensor], matrix: Fp8Linear, *, unit: Tensor) -> tuple[Tensor, Scales]:
+    """Return the library's product as it comes, [M, N], and what is left to be done (`scaled_product`)."""
+    product, scaled = _product(x, matrix, unit)
+    return product, SCALED if scaled else (x[1], matrix.scales, matrix.bias)
 
 
 def gated_rows(x: tuple[Tensor, Tensor], matrix: Fp8Linear, *, unit: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,14 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+Scales = tuple[Tensor, Tensor, Tensor | None] | tuple[None, None, None]
+"""What is left to be done to a product in 8 bits: the rows' scales, [M] float32, the columns', [N] float32,
+and the bias, [N], if there is one. Or nothing."""
+
+SCALED: Scales = (None, None, None)
+"""Nothing is left."""
 
 
 def padded(size: int) -> int:
@@ -28,6 +36,24 @@ def load_heads(cache, places, inside, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr
     else:
         heads = tl.load(here)
     return heads
+
+
+@triton.jit
+def load_projected(projected, columns, inside, scales):
+    """Return a token's numbers at `columns` of what its layer projected; zeros if not `inside`.
+
+    `scales`: see `Scales`, those of rows from this token on.
+    """
+    numbers = tl.load(projected + columns, mask=inside, other=0.0)
+    if scales[0] is not None:
+        wide = numbers.to(tl.float32)
+        by = tl.load(scales[1] + columns, mask=inside, other=0.0) * tl.load(scales[0])
+        if scales[2] is None:
+            wide *= by
+        else:
+            wide = tl.fma(wide, by, tl.load(scales[2] + columns, mask=inside, other=0.0).to(tl.float32))
+        numbers = wide.to(numbers.dtype)
+    return numbers
 
 
 @triton.jit
@@ -59,6 +85,7 @@ def rotate(heads, cosine, sine, PAIRS: tl.constexpr):
 def store_new(
     query,
     projected,
+    scales,
     cos,
     sin,
     keys,
@@ -76,16 +103,15 @@ def store_new(
 ):
     """Return a new token's queries rotated; store its key and value if the program `ends` with this token.
 
-    `projected`: the token's heads. `keys`, `values`: the KV head in the cache.
+    `projected`, `scales`: of the token, see `load_projected`. `keys`, `values`: the KV head in the cache.
     """
     # All loads come before the first use of any, so that their latencies overlap. The key and the value are
     # two rows, so that one thread has a pair of numbers.
     rows = tl.arange(0, 2)[:, None]
     dims = tl.arange(0, DIMS)[None, :]
     stored = (dims < HEAD_DIM) & ends
-    new = tl.load(
-        projected + (QUERY_HEADS + kv_head + rows * KV_HEADS) * HEAD_DIM + dims, mask=stored, other=0.0
-    )
+    columns = (QUERY_HEADS + kv_head + rows * KV_HEADS) * HEAD_DIM + dims
+    new = load_projected(projected, columns, stored, scales)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     rotated = new
     if cos is not None:

@@ -142,8 +142,10 @@ class Operations(Protocol):
         """Return the norm of `hidden`, [T, width], computed in float32; `hidden` stays as it is."""
         ...
 
-    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
-        """Return `matrix(inputs)`: [T, K] gives [T, N]."""
+    def linear(
+        self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None, attends: bool = False
+    ) -> Tensor:
+        """Return `matrix(inputs)`: [T, K] gives [T, N]; if it `attends`, only for `attend`, which is next."""
         ...
 
     def add_linear(

@@ -197,7 +197,8 @@ class Decoder:
         if self.embedding_norm is not None:
             hidden = operations.norm(hidden, self.embedding_norm)
         for index, layer in enumerate(self.layers):
-            projected = operations.linear(hidden, layer.qkv, norm=layer.input_norm)
+            attends = layer.query_norm is None
+            projected = operations.linear(hidden, layer.qkv, norm=layer.input_norm, attends=attends)
             heads = projected.view(len(tokens), -1, self.config.head_dim)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._norm_heads(heads, layer.query_norm, layer.key_norm, operations)

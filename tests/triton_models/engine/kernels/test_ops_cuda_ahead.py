@@ -111,6 +111,48 @@ def test_attention_writes_what_the_next_product_takes(
         assert launches["prepare"].call_count == (not written)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_attention_scales_what_the_library_multiplied(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, *, bias: bool, rotates: bool
+) -> None:
+    """Without prompts; beside them, in a launch after the product. To the same bits in either case."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs a GPU with products of 8-bit numbers")
+    rows, heads, head_dim, width = 33, 2, 16, 64
+    shape = KVShape(layers=1, heads=1, head_dim=head_dim)
+    model = SimpleNamespace(kv_shape=shape, query_heads=heads, dtype=torch.bfloat16, device=device)
+    cache = KVCache(shape, blocks=rows, block_size=16, dtype=torch.bfloat16, device=device)
+    operations = CudaOperations(model, cache, rows=rows)
+    past = random(2, *cache.keys.shape, dtype=torch.bfloat16, device=device)
+    lengths = torch.arange(rows, dtype=torch.int32, device=device) % 16 + 1
+    layout = StepLayout(
+        tables=torch.arange(1, rows + 1, dtype=torch.int32, device=device)[:, None],
+        slots=torch.arange(rows, dtype=torch.int32, device=device),
+        positions=lengths.long() - 1,
+        decode_lengths=lengths,
+        longest_decode=16,
+    )
+    matrix = Fp8Linear.empty((heads + 2) * head_dim, width, bias=bias, dtype=torch.bfloat16, device=device)
+    matrix.place.copy_(random(len(matrix.weight), width, dtype=torch.float32, device=device, seed=1) / 8)
+    if matrix.bias is not None:
+        matrix.bias.copy_(random(len(matrix.bias), dtype=torch.float32, device=device, seed=2))
+    angles = random(16, 4, dtype=torch.float32, device=device, seed=3)
+    rotary = Rotary(angles.cos(), angles.sin()) if rotates else None
+    inputs = random(rows, width, dtype=torch.bfloat16, device=device, seed=4)
+    results = []
+    for attends in (False, True):
+        cache.keys.copy_(past[0])
+        cache.values.copy_(past[1])
+        operations.begin(layout)
+        if attends:
+            monkeypatch.setattr(ops_cuda, "scaled_product", None)
+        projected = operations.linear(inputs, matrix, attends=attends).view(rows, -1, head_dim)
+        attended = operations.attend(0, projected, rotary)
+        results.append((attended, cache.keys.clone(), cache.values.clone()))
+    assert [torch.equal(*pair) for pair in zip(*results, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [

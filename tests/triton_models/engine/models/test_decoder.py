@@ -124,7 +124,9 @@ class Foretold(WholeSequence):
     ) -> Tensor:
         return self._gives(super().attend(layer, projected, rotary), then)
 
-    def linear(self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None) -> Tensor:
+    def linear(
+        self, inputs: Tensor, matrix: Linear, *, norm: Norm | None = None, attends: bool = False
+    ) -> Tensor:
         self._comes(inputs, matrix, norm)
         return super().linear(inputs, matrix, norm=norm)
 
