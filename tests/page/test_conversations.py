@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Download, Route, expect
+from playwright.async_api import Download, Page, Route, expect
 
+from gateway.core.events import Event
+from gateway.core.request import Conversation, Generation
 from tests.gateway.fake_upstream import say_and_hang
 from tests.gateway.serving import until
 from tests.page.conftest import Opened, answered, ask, echo
@@ -149,3 +152,81 @@ async def test_a_list_of_models_that_failed_is_read_again_with_the_question(open
         await answered(page)
         await expect(page.locator("#model")).to_have_value("glm")
         assert served.upstream.requests[0].model == "glm"
+
+
+async def second_tab(page: Page, title: str) -> Page:
+    """Open the same conversation in another tab."""
+    other = await page.context.new_page()
+    await other.goto(page.url)
+    await other.get_by_role("link", name=title).click()
+    return other
+
+
+async def test_a_tab_follows_what_another_one_writes(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page, "one")
+        await answered(page)
+        other = await second_tab(page, "one")
+        await ask(other, "two")
+        await answered(other, 2)
+        await expect(page.locator(".prose")).to_have_text(["You said: one", "You said: two"])
+        await ask(page, "three")
+        await answered(page, 3)
+        await expect(other.locator(".said")).to_have_text(["one", "two", "three"])
+        await page.reload()
+        await page.get_by_role("link", name="one").click()
+        await expect(page.locator(".said")).to_have_text(["one", "two", "three"])
+        await expect(page.locator("#list a")).to_have_count(1)
+        await other.fill("#title", "")
+        await other.press("#title", "Enter")
+        await expect(page.locator("#title")).to_have_value("New conversation")
+        await ask(page, "four")
+        await expect(other.locator(".said")).to_have_text(["one", "two", "three", "four"])
+
+
+async def test_two_tabs_that_write_at_once_keep_both(opened: Opened) -> None:
+    def script(request: Generation) -> AsyncGenerator[Event, None]:
+        assert isinstance(request.prompt, Conversation)
+        slow = request.prompt.messages[-1].content == "slow"
+        return say_and_hang("Half of it") if slow else echo(request)
+
+    async with opened(script) as (page, _):
+        await ask(page, "one")
+        await answered(page)
+        other = await second_tab(page, "one")
+        await ask(page, "slow")
+        await expect(page.locator(".prose").last).to_have_text("Half of it")
+        await expect(other.locator(".said")).to_have_text(["one", "slow"])
+        await ask(other, "quick")
+        await expect(other.locator(".prose").last).to_have_text("You said: quick")
+        await page.click("#stop")
+        await expect(page.locator("#toast")).to_contain_text("is kept as a copy")
+        links = page.locator("#list a")
+        await expect(links).to_have_text(["one", "one"])
+        await ask(page, "more")  # goes on in the copy
+        await expect(page.locator(".prose").last).to_have_text("You said: more")
+        await expect(links).to_have_count(2)
+        await page.reload()
+        await links.first.click()
+        await expect(page.locator(".prose")).to_have_text(["You said: one", "Half of it", "You said: more"])
+        await links.last.click()
+        await expect(page.locator(".said")).to_have_text(["one", "slow", "quick"])
+        await expect(page.locator(".prose").last).to_have_text("You said: quick")
+
+
+async def test_what_is_being_typed_outlives_another_tabs_answer(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page, "one")
+        await answered(page)
+        other = await second_tab(page, "one")
+        await page.get_by_role("button", name="Edit").click()
+        await page.fill(".editing textarea", "instead")
+        await ask(other, "two")
+        await answered(other, 2)
+        await expect(page.locator(".editing textarea")).to_have_value("instead")
+        await page.press(".editing textarea", "Enter")
+        await expect(page.locator(".prose")).to_have_text("You said: instead")
+        await expect(page.locator("#toast")).to_contain_text("is kept as a copy")
+        await expect(page.locator("#list a")).to_have_count(2)
+        await expect(other.locator(".said")).to_have_text(["one", "two"])
+        await expect(other.locator("#list a")).to_have_count(2)

@@ -3,14 +3,14 @@ import { ask } from "./answer.js";
 import { call } from "./api.js";
 import { by, download, h, sends, toast } from "./dom.js";
 import { messageElement } from "./messages.js";
-import { all, choice, put, remove } from "./store.js";
+import { all, choice, follow, newId, put, remove } from "./store.js";
 import { t } from "./words.js";
 
 const FIELDS = ["system", "temperature", "max_tokens", "tools"];
 const DRAW_MS = 80;
 
 const conversations = new Map();
-const running = new Map(); // id of a conversation -> AbortController
+const running = new Map(); // conversation -> AbortController
 let models = [];
 let current = fresh(); // a question can be asked before anything has been read
 
@@ -19,6 +19,7 @@ export async function openChat() {
   showConversation();
   question.focus({ preventScroll: true });
   fetchModels();
+  follow(takeOver);
   try {
     for (const conversation of await all()) if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
   } catch {
@@ -29,7 +30,7 @@ export async function openChat() {
 
 /** Stop the answer of the open conversation; return whether there was one. */
 export function stopAnswer() {
-  const controller = running.get(current.id);
+  const controller = running.get(current);
   controller?.abort();
   return controller !== undefined;
 }
@@ -42,7 +43,7 @@ export function refresh() {
 }
 
 function fresh() {
-  const conversation = { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), title: "", updated: 0, messages: [], model: chosenModel() };
+  const conversation = { id: newId(), title: "", updated: 0, messages: [], model: chosenModel() };
   for (const field of FIELDS) conversation[field] = choice(field);
   return conversation;
 }
@@ -56,14 +57,33 @@ function open(conversation) {
 }
 
 async function save(conversation) {
-  conversation.updated = Date.now();
+  conversation.updated = Math.max(Date.now(), conversation.updated + 1); // no two of what is kept have the same
   conversations.set(conversation.id, conversation);
   try {
-    await put(conversation);
+    const theirs = await put(conversation);
+    if (!theirs) return;
+    conversations.set(theirs.id, theirs).set(conversation.id, conversation);
+    showList();
+    toast(t("kept"));
   } catch {
     toast(t("notKept"));
   }
 }
+
+/** Take over what another tab has written, unless this one has something of its own there: that becomes a copy when it is saved. */
+function takeOver(theirs) {
+  const mine = conversations.get(theirs.id);
+  if (running.has(mine) || (mine === current && isEdited())) return;
+  conversations.set(theirs.id, theirs);
+  if (mine === current) {
+    current = theirs;
+    showModels();
+    showConversation();
+  }
+  showList();
+}
+
+const isEdited = () => by("title").value !== current.title || [...by("log").querySelectorAll("textarea")].some((field) => field.value);
 
 // Models.
 
@@ -102,7 +122,7 @@ function showList() {
     if (now !== group) items.push(h("li", { class: "group" }, t(now)));
     group = now;
     items.push(h("li", {}, h("a", { href: "#chat", "aria-current": conversation === current && "true", onclick: () => open(conversation) },
-      running.has(conversation.id) && h("span", { class: "dot good" }), conversation.title || t("untitled"))));
+      running.has(conversation) && h("span", { class: "dot good" }), conversation.title || t("untitled"))));
   }
   by("list").replaceChildren(...items);
   by("none").hidden = found.length > 0;
@@ -127,12 +147,12 @@ const act = {
 /** Continue from before message `at`, with another one in its place if there is one. What was there can be had back. */
 async function replace(at, ...messages) {
   const conversation = current;
-  running.get(conversation.id)?.abort();
+  running.get(conversation)?.abort();
   const before = conversation.messages;
   conversation.messages = [...before.slice(0, at), ...messages];
   if (before.length > at + 1) {
     toast(t("replaced"), t("undo"), () => {
-      running.get(conversation.id)?.abort();
+      running.get(conversation)?.abort();
       conversation.messages = before;
       save(conversation);
       open(conversation);
@@ -146,7 +166,7 @@ async function answer(conversation) {
   const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], model: conversation.model };
   const asked = { ...conversation, messages: conversation.messages };
   conversation.messages = [...conversation.messages, message];
-  running.set(conversation.id, controller);
+  running.set(conversation, controller);
   save(conversation);
   refresh();
   by("scroll").scrollTop = by("scroll").scrollHeight;
@@ -159,7 +179,7 @@ async function answer(conversation) {
     drawn ??= setTimeout(() => { drawn = null; if (current === conversation) showLast(message); }, DRAW_MS);
   });
   clearTimeout(drawn);
-  if (running.get(conversation.id) === controller) running.delete(conversation.id);
+  if (running.get(conversation) === controller) running.delete(conversation);
   if (conversations.has(conversation.id)) await save(conversation);
   if (message.error) await fetchModels();
   showList();
@@ -180,7 +200,7 @@ function showConversation() {
 
 const element = (at) => {
   const last = at === current.messages.length - 1;
-  return messageElement(current, at, last && running.has(current.id), act);
+  return messageElement(current, at, last && running.has(current), act);
 };
 
 /** Show again what has changed of the last message; who reads further above stays there. */
@@ -193,7 +213,7 @@ function showLast(message) {
 }
 
 function showState() {
-  const busy = running.has(current.id);
+  const busy = running.has(current);
   const begun = current.messages.length > 0;
   by("head").hidden = !begun;
   by("welcome").hidden = begun;
@@ -211,7 +231,7 @@ const question = by("question");
 by("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = question.value.trim();
-  if (!text || running.has(current.id)) return;
+  if (!text || running.has(current)) return;
   question.value = "";
   fit();
   current.title ||= text.split("\n")[0].slice(0, 60);
@@ -251,7 +271,7 @@ by("model").addEventListener("pointerdown", async () => {
   if (!models.length) await fetchModels();
 });
 by("title").addEventListener("change", async (event) => {
-  current.title = event.target.value.trim() || t("untitled");
+  current.title = event.target.value = event.target.value.trim() || t("untitled");
   await save(current);
   showList();
   showState();
@@ -275,7 +295,7 @@ by("export-all").addEventListener("click", () => {
 });
 by("delete").addEventListener("click", () => {
   const gone = current;
-  running.get(gone.id)?.abort();
+  running.get(gone)?.abort();
   conversations.delete(gone.id);
   remove(gone.id).catch(() => {});
   open(fresh()); // at once: later it would take the focus from where the user is by then

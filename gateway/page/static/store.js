@@ -10,16 +10,59 @@ const opened = new Promise((resolve, reject) => {
 async function run(mode, work) {
   const transaction = (await opened).transaction("conversations", mode);
   const request = work(transaction.objectStore("conversations"));
-  transaction.commit(); // there are no other requests, and the page may be left before this one has been answered
   return new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve(request.result);
     transaction.onabort = transaction.onerror = () => reject(transaction.error);
   });
 }
 
-export const all = () => run("readonly", (store) => store.getAll());
-export const put = (conversation) => run("readwrite", (store) => store.put(conversation));
-export const remove = (id) => run("readwrite", (store) => store.delete(id));
+/** End the transaction of its last request: the page may be left before that has been answered. */
+function last(request) {
+  request.transaction.commit();
+  return request;
+}
+
+const tabs = new BroadcastChannel("tritongate"); // the page in other tabs
+const versions = new WeakMap(); // conversation -> `updated` of what was kept of it when it was last read or written here
+
+function known(conversation) {
+  versions.set(conversation, conversation.updated);
+  return conversation;
+}
+
+export const newId = () => crypto.randomUUID?.() ?? String(Date.now() + Math.random());
+
+export const all = async () => (await run("readonly", (store) => store.getAll())).map(known);
+export const remove = (id) => run("readwrite", (store) => last(store.delete(id)));
+
+/** Keep a conversation. If another tab has written it since it was read here, it becomes another one; that tab's is returned. */
+export async function put(conversation) {
+  let theirs, written;
+  await run("readwrite", (store) => {
+    const request = store.get(conversation.id);
+    request.onsuccess = () => {
+      const kept = request.result;
+      if (kept?.id === conversation.id && kept.updated !== versions.get(conversation)) {
+        theirs = known(kept);
+        conversation.id = newId();
+      }
+      written = conversation.updated;
+      last(store.put(conversation));
+    };
+    return request;
+  });
+  versions.set(conversation, written);
+  tabs.postMessage(conversation.id);
+  return theirs;
+}
+
+/** Call `changed` with each conversation that another tab has written. */
+export function follow(changed) {
+  tabs.onmessage = async ({ data: id }) => {
+    const theirs = await run("readonly", (store) => store.get(id));
+    if (theirs) changed(known(theirs));
+  };
+}
 
 /** Read or, with a second argument, write a choice; an empty one is forgotten. */
 export function choice(name, value) {
