@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from playwright.async_api import Browser, expect
 
-from gateway.errors import ContextLengthError, GatewayError, RateLimitError, UnavailableError
+from gateway.errors import ContextLengthError, GatewayError, QuotaError, RateLimitError, UnavailableError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
 from tests.gateway.serving import on_socket
 from tests.page.conftest import Opened, answered, ask, opened_at
@@ -58,11 +58,19 @@ async def wired(port: int) -> AsyncIterator[tuple[str, Wire, asyncio.Server]]:
     [
         (
             RateLimitError("The queue is full.", retry_after_s=7),
-            "Too many requests right now. Try again in 7 s.",
+            "Too many requests right now. Try again in 7 seconds.",
         ),
         (
             RateLimitError("The queue is full.", retry_after_s=0),
             "Too many requests right now. Try again in a moment.",
+        ),
+        (
+            RateLimitError("The queue is full.", retry_after_s=150),
+            "Too many requests right now. Try again in 3 minutes.",
+        ),
+        (
+            QuotaError("This API key has used its 100 tokens of this day.", retry_after_s=55174),
+            "Your key has used what it may use in a day. Try again in 16 hours.",
         ),
         (ContextLengthError("65 tokens are too many."), "longer than the model can read"),
         (UnavailableError("Not ready: glm."), "No model can answer right now"),
@@ -99,6 +107,16 @@ async def test_a_key_is_asked_for_and_stays_in_the_browser(opened: Opened) -> No
         await page.get_by_role("button", name="Retry").click()
         await expect(page.locator(".answer .prose")).to_have_text("Hello world")
         assert await page.evaluate("[document.cookie, localStorage.getItem('key')]") == ["", "secret"]
+
+
+async def test_a_quota_in_chinese(opened: Opened) -> None:
+    async def script(_: object) -> AsyncIterator[object]:
+        raise QuotaError("Used up.", retry_after_s=55174)
+        yield
+
+    async with opened(script, options={"locale": "zh-CN"}) as (page, _):
+        await ask(page)
+        assert "今天的额度，请在16小时后重试。" in await answered(page)
 
 
 async def test_a_lost_connection_in_words(browser: Browser) -> None:

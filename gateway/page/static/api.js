@@ -1,6 +1,6 @@
 // The gateway's API as this page uses it: like any other client, with the user's key.
 import { choice } from "./store.js";
-import { t } from "./words.js";
+import { language, t } from "./words.js";
 
 /** What went wrong. `status` 0: no answer; -1: the answer broke off. */
 export class Failure extends Error {
@@ -12,13 +12,20 @@ export class Failure extends Error {
   }
 }
 
+function inWords(seconds) {
+  const [unit, length] = seconds > 7200 ? ["hour", 3600] : seconds > 120 ? ["minute", 60] : ["second", 1];
+  const format = new Intl.NumberFormat(language(), { style: "unit", unit, unitDisplay: "long" });
+  return format.format(Math.ceil(seconds / length)); // never less than it is
+}
+
 /** Return the words for a failure: what it means, and what the gateway said itself. */
 export function explain({ status, code, after, message }) {
   let text = t("failed");
   if (status === 0) text = t("unreachable");
   else if (status === -1) text = t("lost");
   else if (code === "context_length_exceeded") text = t("tooLong");
-  else if (status === 429) text = t(after ? "busyFor" : "busy", { n: after });
+  else if (code === "insufficient_quota") text = t("usedUp", { time: inWords(after) });
+  else if (status === 429) text = t(after ? "busyFor" : "busy", { time: inWords(after) });
   else if ([401, 403, 404, 413, 503, 504].includes(status)) text = t(`status${status}`);
   else if (status >= 400 && status < 500) text = t("refused");
   return { text, detail: status > 0 ? message : "" };
