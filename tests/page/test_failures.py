@@ -119,6 +119,17 @@ async def test_a_quota_in_chinese(opened: Opened) -> None:
         assert "今天的额度，请在16小时后重试。" in await answered(page)
 
 
+@pytest.mark.parametrize("key", ["钥匙", "ｓｅｃｒｅｔ", "clé"])
+async def test_a_key_of_any_characters_reaches_the_gateway(opened: Opened, key: str) -> None:
+    async with opened(api_keys=[{"name": "a", "key": "secret"}, {"name": "b", "key": "钥匙"}]) as (page, _):
+        await page.click("#open-settings")
+        await page.fill("#key", key)
+        await page.click("#settings .main")
+        await ask(page)
+        expected = "Hello world" if key == "钥匙" else "The API key is not known."
+        assert expected in await answered(page)
+
+
 async def test_a_lost_connection_in_words(browser: Browser) -> None:
     fake = FakeUpstream(lambda _: say_and_hang("The first half"))
     async with on_socket(fake) as served, wired(served.http.base_url.port or 0) as (url, wire, server):

@@ -34,7 +34,8 @@ export function explain({ status, code, after, message }) {
 /** Send a request; return its response. Throws a Failure, or an AbortError. */
 export async function call(path, { body, method = body === undefined ? "GET" : "POST", signal } = {}) {
   const headers = {};
-  if (choice("key")) headers.Authorization = `Bearer ${choice("key")}`;
+  const key = new TextEncoder().encode(choice("key")); // a header is bytes: as text it could be Latin-1 alone
+  if (key.length) headers.Authorization = `Bearer ${String.fromCharCode(...key)}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
