@@ -130,6 +130,25 @@ async def test_a_key_of_any_characters_reaches_the_gateway(opened: Opened, key: 
         assert expected in await answered(page)
 
 
+async def test_a_key_without_models_in_words(opened: Opened) -> None:
+    keys = [{"name": "a", "key": "secret", "models": ["other"]}]
+    async with opened(api_keys=keys) as (page, _):
+        await page.click("#open-settings")
+        await page.fill("#key", "secret")
+        await page.click("#settings .main")
+        await ask(page)
+        assert "Your key allows none of this gateway's models." in await answered(page)
+
+
+async def test_a_gateway_without_models_in_words(browser: Browser) -> None:
+    async with (
+        on_socket(FakeUpstream(models=())) as served,
+        opened_at(browser, str(served.http.base_url)) as page,
+    ):
+        await ask(page)
+        assert "This gateway has no model yet." in await answered(page)
+
+
 async def test_a_lost_connection_in_words(browser: Browser) -> None:
     fake = FakeUpstream(lambda _: say_and_hang("The first half"))
     async with on_socket(fake) as served, wired(served.http.base_url.port or 0) as (url, wire, server):

@@ -1,5 +1,5 @@
 // One answer of a model: what is sent for it, and how its chunks come together.
-import { Failure, stream } from "./api.js";
+import { failure, stream } from "./api.js";
 
 /** Return what the model is sent: the system prompt and every message that says something. */
 export function history({ system, messages }) {
@@ -15,7 +15,7 @@ export function history({ system, messages }) {
 /** Ask for an answer to `conversation` and write it into `answer`, calling `changed` after each chunk. */
 export async function ask(conversation, answer, signal, changed) {
   const body = {
-    model: conversation.model || undefined, // the gateway says what is missing
+    model: conversation.model,
     messages: history(conversation),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -47,10 +47,7 @@ export async function ask(conversation, answer, signal, changed) {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.stopped = true;
-    else {
-      const { status, code, after, message } = error instanceof Failure ? error : new Failure(500, error);
-      answer.error = { status, code, after, message };
-    }
+    else answer.error = failure(error);
   }
 }
 

@@ -12,6 +12,12 @@ export class Failure extends Error {
   }
 }
 
+/** Return what a message keeps of an error. */
+export function failure(error) {
+  const { status, code, after, message } = error instanceof Failure ? error : new Failure(500, error);
+  return { status, code, after, message };
+}
+
 function inWords(seconds) {
   const [unit, length] = seconds > 7200 ? ["hour", 3600] : seconds > 120 ? ["minute", 60] : ["second", 1];
   const format = new Intl.NumberFormat(language(), { style: "unit", unit, unitDisplay: "long" });
@@ -24,6 +30,7 @@ export function explain({ status, code, after, message }) {
   if (status === 0) text = t("unreachable");
   else if (status === -1) text = t("lost");
   else if (code === "context_length_exceeded") text = t("tooLong");
+  else if (code === "no_model") text = t(choice("key") ? "noneForKey" : "none");
   else if (code === "insufficient_quota") text = t("usedUp", { time: inWords(after) });
   else if (status === 429) text = t(after ? "busyFor" : "busy", { time: inWords(after) });
   else if ([401, 403, 404, 413, 503, 504].includes(status)) text = t(`status${status}`);

@@ -1,6 +1,6 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
-import { call } from "./api.js";
+import { Failure, call, failure } from "./api.js";
 import { by, download, h, sends, toast } from "./dom.js";
 import { messageElement } from "./messages.js";
 import { all, choice, follow, newId, put, remove } from "./store.js";
@@ -87,13 +87,18 @@ const isEdited = () => by("title").value !== current.title || [...by("log").quer
 
 // Models.
 
+/** Read which models there are; return why there is none, if so. */
 async function fetchModels() {
+  let why = null;
   try {
     models = (await (await call("v1/models")).json()).data;
-  } catch {
-    models = []; // the first question says why
+    if (!models.length) throw new Failure(404, { code: "no_model" });
+  } catch (error) {
+    models = [];
+    why = failure(error);
   }
   showModels();
+  return why;
 }
 
 function chosenModel() {
@@ -171,11 +176,11 @@ async function answer(conversation) {
   refresh();
   by("scroll").scrollTop = by("scroll").scrollHeight;
   if (!conversation.model) { // the page has just opened, or the gateway or the key was not there when it did
-    await fetchModels();
+    message.error = await fetchModels();
     asked.model = message.model = conversation.model ||= chosenModel();
   }
   let drawn = null;
-  await ask(asked, message, controller.signal, () => {
+  if (!message.error) await ask(asked, message, controller.signal, () => {
     drawn ??= setTimeout(() => { drawn = null; if (current === conversation) showLast(message); }, DRAW_MS);
   });
   clearTimeout(drawn);

@@ -1,5 +1,5 @@
 // The view Load: what the gateway's metrics and its list of models tell, every two seconds while it is looked at.
-import { Failure, call, explain } from "./api.js";
+import { call, explain, failure } from "./api.js";
 import { by, h, svg } from "./dom.js";
 import { t } from "./words.js";
 
@@ -29,7 +29,7 @@ async function look() {
     sample(latest.metrics);
     show();
   } catch (error) {
-    show(error instanceof Failure ? error : new Failure(500, error));
+    show(failure(error));
   }
   if (timer === mine) timer = setTimeout(look, EVERY_MS);
 }
@@ -113,11 +113,11 @@ function chart(name) {
 }
 
 /** Show what was seen last, and what failed since. */
-export function show(failure = refused) {
+export function show(failed = refused) {
   const error = by("load-error");
-  error.hidden = failure === null;
-  if (failure) {
-    const { text, detail } = explain(failure);
+  error.hidden = failed === null;
+  if (failed) {
+    const { text, detail } = explain(failed);
     error.textContent = detail ? `${text} ${detail}` : text;
   }
   by("tiles").replaceChildren(...TILES.map((name) => h("section", { class: "tile" },
@@ -154,8 +154,8 @@ async function change(model) {
   show();
   try {
     await call(`v1/models/${encodeURI(model.id)}/${model.ready ? "unload" : "load"}`, { method: "POST" });
-  } catch (failure) {
-    refused = failure;
+  } catch (error) {
+    refused = failure(error);
   }
   busy.delete(model.id);
   show();
