@@ -149,6 +149,23 @@ async def test_a_gateway_without_models_in_words(browser: Browser) -> None:
         assert "This gateway has no model yet." in await answered(page)
 
 
+async def test_tools_that_were_given_up_do_not_hold_the_settings(opened: Opened) -> None:
+    async with opened() as (page, _):
+        await page.click("#open-settings")
+        await page.fill("#tools", "none")
+        await page.click("#settings .main")
+        assert (
+            await page.locator("#tools").evaluate("each => each.validationMessage")
+            == "This is not a JSON list."
+        )
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#settings")).to_be_hidden()
+        await page.click("#open-settings")
+        await expect(page.locator("#tools")).to_have_value("")
+        await page.click("#settings .main")
+        await expect(page.locator("#settings")).to_be_hidden()
+
+
 async def test_a_lost_connection_in_words(browser: Browser) -> None:
     fake = FakeUpstream(lambda _: say_and_hang("The first half"))
     async with on_socket(fake) as served, wired(served.http.base_url.port or 0) as (url, wire, server):

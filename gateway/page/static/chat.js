@@ -312,6 +312,7 @@ by("delete").addEventListener("click", () => {
 function openSettings(field) {
   for (const name of FIELDS) by(name).value = current[name] ?? "";
   by("key").value = choice("key");
+  by("tools").setCustomValidity(""); // what is kept is a list
   if (!by("settings").open) by("settings").showModal();
   by(field).focus();
 }
@@ -319,8 +320,7 @@ function openSettings(field) {
 by("open-settings").addEventListener("click", () => openSettings("system"));
 by("tools").addEventListener("input", ({ target }) => target.setCustomValidity(isList(target.value) ? "" : t("toolsWrong")));
 by("settings").addEventListener("close", async () => {
-  if (!by("tools").checkValidity()) by("tools").value = current.tools ?? ""; // closed by Esc
-  for (const name of FIELDS) {
+  for (const name of FIELDS) { // Esc closes whatever was typed
     if (by(name).checkValidity()) current[name] = choice(name, by(name).value.trim());
   }
   const other = by("key").value.trim() !== choice("key");
