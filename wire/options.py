@@ -158,7 +158,7 @@ OPTIONS: Final = (
     Option(
         name="burst_tokens",
         kind=int,
-        help="Tokens in one step of the engine while prompts wait that fill four; else half, if they fill that.",
+        help="Tokens in one step of the engine while prompts wait for four such steps; half while for less.",
         default="max_batched_tokens",
         gpu=4096,
         least=1,
