@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     Tag,
     ValidationInfo,
@@ -45,7 +44,7 @@ from gateway.openai.document import (
     Strict,
     Unread,
     at_most,
-    branch_of,
+    by_type,
     fault,
     if_read,
     ignore,
@@ -115,11 +114,7 @@ class ImageInput(Strict, place="messages.content"):
     type: Literal["image"]
     source: Annotated[
         Annotated[Base64Source, Tag("a base64")] | Annotated[UrlSource, Tag("a url")],
-        Discriminator(
-            branch_of,
-            custom_error_type="source_type",
-            custom_error_message="only sources of the types base64 and url are supported",
-        ),
+        by_type("only sources of the types base64 and url are supported"),
     ]
 
 
@@ -173,11 +168,9 @@ Block = Annotated[
     | Annotated[ToolResultInput, Tag("a tool_result")]
     | Annotated[ThinkingInput, Tag("a thinking")]
     | Annotated[RedactedThinkingInput, Tag("a redacted_thinking")],
-    Discriminator(
-        branch_of,
-        custom_error_type="block_type",
-        custom_error_message="only blocks of the types text, image, tool_use, tool_result, thinking and "
-        "redacted_thinking are supported",
+    by_type(
+        "only blocks of the types text, image, tool_use, tool_result, thinking and redacted_thinking are "
+        "supported"
     ),
 ]
 

@@ -201,8 +201,6 @@ def to_turns(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | Non
     Raises:
         InvalidRequestError: the format cannot express the conversation; `param` names the message.
     """
-    if not messages:
-        raise InvalidRequestError("a conversation needs at least one message", param="messages")
     for image in (image for message in messages for image in message.images):
         raise InvalidRequestError(f"{form.title} sees no images", param=image.field)
     turns = _rounds(messages, form, offer) if form.tools is None else _turns(messages, form.tools, offer)

@@ -174,6 +174,7 @@ class Conversation:
     """A prompt of messages, rendered in the model's own chat format."""
 
     messages: tuple[Message, ...]
+    """At least one."""
     offer: ToolOffer | None = None
     switches: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template, such as `enable_thinking`: only those that it reads."""

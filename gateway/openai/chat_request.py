@@ -5,7 +5,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, Tag, ValidationInfo, model_validator
 
 from gateway.chat.conversation import call_rules
 from gateway.core.request import Conversation, Message, MessageRole, NamedTool, PastCall, ToolOffer
@@ -17,7 +17,7 @@ from gateway.openai.document import (
     Strict,
     Unread,
     at_most,
-    branch_of,
+    by_type,
     fault,
     if_read,
     ignore,
@@ -79,11 +79,7 @@ Part = Annotated[
     | Annotated[ImagePart, Tag("a image_url")]
     | Annotated[RefusalPart, Tag("a refusal")]
     | Annotated[ThinkingPart, Tag("a thinking")],
-    Discriminator(
-        branch_of,
-        custom_error_type="part_type",
-        custom_error_message="only parts of the types text, image_url, refusal and thinking are supported",
-    ),
+    by_type("only parts of the types text, image_url, refusal and thinking are supported"),
 ]
 
 

@@ -21,6 +21,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ValidationError,
     ValidationInfo,
@@ -29,7 +30,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from gateway.errors import InvalidRequestError
-from gateway.openai.wording import why_not_json, worded
+from gateway.openai.wording import OBJECT_OF_TYPE, why_not_json, worded
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -236,6 +237,11 @@ def branch_of(value: Any) -> str:
     return f"a {type_of(value)}"
 
 
+def by_type(refusal: str, tag: Callable[[Any], str | None] = branch_of) -> Discriminator:
+    """Select the branch of a union of objects by `tag`; `refusal` is what is said of other objects."""
+    return Discriminator(tag, custom_error_type=OBJECT_OF_TYPE, custom_error_message=refusal)
+
+
 Items = Annotated[list[T], Field(fail_fast=True)]
 """Validated up to the first fault: a body has room for millions, and only one is reported."""
 
@@ -342,7 +348,7 @@ def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequest
     """
     faults = [
         (_path_in(document, each["loc"], missing=each["type"] == "missing"), each)
-        for each in error.errors(include_url=False, include_input=False)
+        for each in error.errors(include_url=False)
     ]
     path, deepest = max(faults, key=lambda item: (len(item[0]), not item[1]["type"].endswith("_type")))
     dotted = ".".join(map(str, path))

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     Tag,
     ValidationInfo,
@@ -40,6 +39,7 @@ from gateway.openai.document import (
     Strict,
     Unread,
     at_most,
+    by_type,
     fault,
     if_read,
     ignore,
@@ -85,11 +85,8 @@ Part = Annotated[
     | Annotated[OutputTextPart, Tag("output_text")]
     | Annotated[OutputRefusalPart, Tag("refusal")]
     | Annotated[InputImagePart, Tag("input_image")],
-    Discriminator(
-        type_of,
-        custom_error_type="part_type",
-        custom_error_message="only parts of the types input_text, output_text, refusal and input_image are "
-        "supported",
+    by_type(
+        "only parts of the types input_text, output_text, refusal and input_image are supported", type_of
     ),
 ]
 
@@ -156,12 +153,11 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionResultItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind_of,
-        custom_error_type="item_type",
-        custom_error_message="only items of the types message, function_call, function_call_output and "
-        "reasoning are supported, as they came: references need a server that keeps responses "
+    by_type(
+        "only items of the types message, function_call, function_call_output and reasoning are supported, "
+        "as they came: references need a server that keeps responses "
         "(many clients send whole items with store=False)",
+        _kind_of,
     ),
 ]
 
@@ -333,6 +329,8 @@ class _InputRequest(Body):
             messages.append(Message(role="user", content=self.input, field="input"))
         effort = self.reasoning.effort if self.reasoning else None
         switches = {} if effort is None else {"reasoning_effort": effort}
+        if not messages:
+            raise InvalidRequestError("A conversation needs at least one message.", param="input")
         return Conversation(tuple(messages), self._offer(), switches | (self.chat_template_kwargs or {}))
 
     def _offer(self) -> ToolOffer | None:
@@ -394,9 +392,7 @@ class InputTokensRequest(_InputRequest):
 
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
-        if not self.continued.messages:
-            raise InvalidRequestError("Missing required parameter: input.", param="input")
-        _ = self.formatted  # which refuses what is wrong with it
+        _ = self.continued, self.formatted  # which refuse what is wrong with them
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return the tokenization to run."""

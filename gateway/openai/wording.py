@@ -18,6 +18,9 @@ _KINDS: Final[Mapping[str, str]] = {
 }
 """The kinds of pydantic's errors that say which type a value should have."""
 
+OBJECT_OF_TYPE: Final = "object_type"
+"""The kind of our own error of a value that is no object of a known `type`."""
+
 
 def worded(fault: Mapping[str, Any], alternatives: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the message of one of pydantic's errors.
@@ -28,6 +31,8 @@ def worded(fault: Mapping[str, Any], alternatives: Sequence[Mapping[str, Any]] =
     """
     context = fault.get("ctx", {})
     match fault["type"]:
+        case kind if kind == OBJECT_OF_TYPE and not isinstance(fault["input"], dict):
+            return "Input should be an object"
         case kind if kind in _KINDS:
             faults = [fault, *alternatives]
             wanted = dict.fromkeys(_KINDS[each["type"]] for each in faults if each["type"] in _KINDS)

@@ -125,12 +125,6 @@ def test_a_tool_message_without_a_call_is_refused(chat_format: str, why: str) ->
     assert refused.value.param == "messages.1"
 
 
-def test_no_messages_are_refused() -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        to_history([], "chatglm3")
-    assert refused.value.param == "messages"
-
-
 def test_an_unknown_format_is_the_upstreams_fault() -> None:
     with pytest.raises(UpstreamProtocolError, match="'glm5'"):
         to_history(messages(("user", "a")), "glm5")

@@ -285,6 +285,13 @@ def test_the_refusal_of_state_says_what_to_do_instead(parameters: dict[str, Any]
     )
 
 
+def test_items_that_make_no_message_are_no_input() -> None:
+    body = {"model": "m", "input": [{"type": "reasoning", "summary": []}]}
+    with pytest.raises(InvalidRequestError, match="at least one message") as refused:
+        ResponsesRequest.read(json.dumps(body).encode(), Reading())
+    assert refused.value.param == "input"
+
+
 ASKED = {"role": "user", "content": "?"}
 
 

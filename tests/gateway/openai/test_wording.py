@@ -20,6 +20,10 @@ HI = [{"role": "user", "content": "hi"}]
     [
         ({"messages": ["hi"]}, "messages.0: Input should be an object"),
         ({"messages": "hi"}, "messages: Input should be an array"),
+        (
+            {"messages": [{"role": "user", "content": ["hi"]}]},
+            "messages.0.content.0: Input should be an object",
+        ),
         ({"messages": []}, "messages: Array should have at least 1 item, not 0"),
         (
             {"messages": [{"role": "user", "content": 5}]},
@@ -60,6 +64,13 @@ def test_a_prompt_has_several_types(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         CompletionRequest.read(json.dumps({"model": "m", "prompt": prompt}).encode())
     assert refused.value.message == message
+
+
+@pytest.mark.parametrize("item", ["x", 5, None, ["x"]])
+def test_what_may_be_of_several_types_is_an_object(item: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        ResponsesRequest.read(json.dumps({"model": "m", "input": [item]}).encode())
+    assert refused.value.message == "input.0: Input should be an object"
 
 
 @pytest.mark.parametrize("request_type", [EmbeddingsRequest, ResponsesRequest])
