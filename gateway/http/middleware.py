@@ -42,6 +42,7 @@ from gateway.errors import (
 from gateway.http.protocol import SPARE
 from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records, RequestRecord
 from gateway.limits.admission import shutting_down
+from gateway.openai.responses_request import KEPT
 from gateway.telemetry.metrics import UNKNOWN
 
 IGNORED_HEADER = "X-Tritongate-Ignored"
@@ -56,6 +57,14 @@ _LONGEST_PATH = 200
 """A longer one is no near miss of any."""
 _NEAR = 0.8
 _VERSION = "/v1"
+_STORED = {
+    re.compile("/responses/.+|/conversations(/.+)?"): KEPT,
+    re.compile("(/messages)?/batches(/.+)?|/(files|uploads)(/.+)?"): (
+        "needs a server that keeps files, which this one does not: "
+        "`tritongate batch` answers a file of requests"
+    ),
+}
+"""Why there are no routes of what other servers store."""
 
 _LINGER_S = 2.0
 _SHOWN = 64
@@ -342,9 +351,8 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Handle what the router itself refuses."""
     translated: GatewayError
     if error.status_code == NotFoundError.status:
-        meant = suggestion(request.scope["path"], request.app.state.routes)
-        question = "." if meant is None else f": did you mean {meant}?"
-        translated = NotFoundError(f"There is nothing at this path{question}")
+        hint = hint_at(request.scope["path"], request.app.state.routes)
+        translated = NotFoundError("There is nothing at this path" + (f": {hint}" if hint else "."))
     elif error.status_code == MethodNotAllowedError.status:
         translated = MethodNotAllowedError(f"This path does not take {request.method} requests.")
     elif error.status_code < InternalError.status:
@@ -356,18 +364,20 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     return response
 
 
-def suggestion(path: str, routes: Sequence[Route]) -> str | None:
-    """Return the path that a client probably meant by `path`, which no route has."""
+def hint_at(path: str, routes: Sequence[Route]) -> str | None:
+    """Return what helps a client that asked for `path`, which no route has."""
     if len(path) > _LONGEST_PATH or not path.isprintable() or path == "/":
         return None
-    versioned = _VERSION + path
-    if any(route.path_regex.match(versioned) for route in routes):
-        return versioned
+    if any(route.path_regex.match(_VERSION + path) for route in routes):
+        return f"did you mean {_VERSION + path}?"
+    for stored, refusal in _STORED.items():
+        if stored.fullmatch(path.removeprefix(_VERSION)):
+            return f"it {refusal}."
     known = sorted({route.path for route in routes if "{" not in route.path})
     within = [each for each in known if each.startswith(_VERSION) and path.endswith(each)]
     near = within or get_close_matches(path.lower(), known, n=1, cutoff=_NEAR)
     near = near or get_close_matches(_VERSION + path.lower(), known, n=1, cutoff=_NEAR)
-    return near[0] if near else None
+    return f"did you mean {near[0]}?" if near else None
 
 
 def error_handlers() -> dict[Any, Handler]:

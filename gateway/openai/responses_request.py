@@ -289,16 +289,15 @@ Input = Annotated[
 ]
 
 _KEEPS: Final = "needs a server that keeps responses, which this one does not: "
+KEPT: Final = _KEEPS + "send the whole conversation in input (as many clients do with store=False)"
+"""Why nothing can refer to an earlier response, and what to do instead."""
 
 
 class _InputRequest(Body):
     """What makes a prompt. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"conversation": None, "previous_response_id": None}
-    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("conversation", "previous_response_id"),
-        _KEEPS + "send the whole conversation in input (as many clients do with store=False)",
-    )
+    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(("conversation", "previous_response_id"), KEPT)
 
     subject: ClassVar[str] = "input"
 

@@ -50,6 +50,8 @@ async def test_one_shape_for_every_error(
         ("/chat/completions", CHAT),
         ("/completions", "/v1/completions"),
         ("/responses", "/v1/responses"),
+        ("/responses/input_tokens", "/v1/responses/input_tokens"),
+        ("/v1/batch", None),
         ("/models", "/v1/models"),
         ("/models/glm", "/v1/models/glm"),
         ("/v1/v1/chat/completions", CHAT),
@@ -70,6 +72,28 @@ async def test_a_near_miss_is_answered_with_what_was_meant(path: str, meant: str
             assert answer.status_code == 404
             said = f": did you mean {meant}?" if meant else "."
             assert answer.json()["error"]["message"] == f"There is nothing at this path{said}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "instead"),
+    [
+        ("GET", "/v1/responses/resp_1", "store=False"),
+        ("DELETE", "/v1/responses/r1", "store=False"),
+        ("POST", "/responses/resp_1/cancel", "store=False"),
+        ("POST", "/v1/conversations", "store=False"),
+        ("GET", "/v1/batches", "`tritongate batch`"),
+        ("GET", "/v1/batches/batch_1", "`tritongate batch`"),
+        ("POST", "/v1/files", "`tritongate batch`"),
+        ("GET", "/v1/messages/batches", "`tritongate batch`"),
+    ],
+)
+async def test_a_path_of_what_is_not_stored_says_what_to_do_instead(
+    method: str, path: str, instead: str
+) -> None:
+    async with in_process(FakeUpstream()) as served:
+        answer = await served.http.request(method, path)
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, "which this one does not" in message, instead in message) == (404, True, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "//v1/models", "/v1//models", "/v1/models//"])
