@@ -113,6 +113,7 @@ class RecordMiddleware:
             probe=scope["path"] in _PROBES,
         ) as record:
             scope.setdefault("state", {})["record"] = record
+            record.path = scope["path"]
             record.send_body = send
             try:
                 await self._serve(record, scope, receive, send)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any, Final, overload
+from urllib.parse import quote
 
 from msgspec import structs
 from opentelemetry.trace import Status, StatusCode
@@ -174,6 +175,8 @@ class RequestRecord:
     deadline: float
     metrics: Metrics
     resources: AsyncExitStack
+    path: str = UNKNOWN
+    """Of HTTP, without the query."""
     probe: bool = False
     """Polled by machines every few seconds."""
     answer: ExitStack = field(default_factory=ExitStack)
@@ -428,15 +431,13 @@ def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[s
 
 
 def failure_line(record: RequestRecord, route: str) -> str:
-    """Return what a person at a terminal is told of a failed request: what it was, and its error.
-
-    Of what the client sent, only what can be shown.
-    """
+    """Return what a terminal is told of a failed request; of what the client sent, only what can be shown."""
     status, error = record.outcome, record.error
     reason = HTTPStatus(status).phrase if error is None else error.message
     if error is not None and error.param is not None and not reason.startswith(error.param):
         reason = f"{error.param}: {reason}"
-    text = f"{status} {record.method} {route}: {reason}"
+    asked = quote(record.path, safe="/:")[:NAME_LIMIT] if route == UNKNOWN else route
+    text = f"{status} {record.method} {asked}: {reason}"
     # Parts of it are the client's, and not for the terminal to act on.
     return "".join(each if each.isprintable() else " " for each in text[:_LONGEST_LINE])
 

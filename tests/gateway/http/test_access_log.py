@@ -193,14 +193,19 @@ async def test_plain_lines_tell_of_failures_alone(capsys: pytest.CaptureFixture[
         await ask(served)
         await ask(served, temperature=9)
         await ask(served, model="\x1b[2Jno")
-        await served.http.get("/nowhere")
+        await served.http.get("/nowhere%1B at/all?key=s3cret")
         await served.http.post("/v1/models")
-    first, second, third, fourth = capsys.readouterr().err.splitlines()
+        await served.http.get("/" + "a" * 999)
+        assert served.metric("requests_total", route="unknown", model="unknown", status="404") == 2
+    first, second, third, fourth, fifth = capsys.readouterr().err.splitlines()
     assert first.startswith(f"400 POST {CHAT}: temperature: ")
     assert first.count("temperature") == 1
     assert second.startswith(f"404 POST {CHAT}: model: ")
     assert "no" in second
     assert "\x1b" not in second
-    assert third.startswith("404 GET ")
+    assert third.startswith("404 GET /nowhere%1B%20at/all: There is nothing at this path. ")
+    assert "s3cret" not in third
+    assert fifth.startswith("404 GET /aaa")
+    assert ": There is nothing at this path. " in fifth
     assert fourth.startswith("405 POST ")
     assert PROMPT not in first + second
