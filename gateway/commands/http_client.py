@@ -5,6 +5,7 @@ bytes arrive, before anything is decoded.
 """
 
 import asyncio
+import json
 import re
 import ssl
 from collections.abc import Callable
@@ -85,8 +86,7 @@ class Connection(asyncio.Protocol):
             return
         if self._complete:
             status = self._parser.get_status_code()
-            said = self._body[:_SHOWN_BYTES].decode(errors="replace")
-            self._end(None if status == _OK else HttpError(f"status {status}: {said}"))
+            self._end(None if status == _OK else HttpError(f"status {status}: {_said(self._body)}"))
 
     def on_body(self, body: bytes) -> None:
         """Take more of the body; called by the parser, as is the next."""
@@ -111,6 +111,14 @@ class Connection(asyncio.Protocol):
             self._answered.set_exception(error)
         else:
             self._answered.set_result(self._body)
+
+
+def _said(body: bytes) -> str:
+    """Return the message of an error, as OpenAI has it, or the beginning of another body."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:_SHOWN_BYTES].decode(errors="replace")
 
 
 class Client:

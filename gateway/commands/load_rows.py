@@ -148,12 +148,14 @@ def summarise(answers: Sequence[Answer], *, clients: int, rate: float) -> LoadRo
     """Return the row of one measurement.
 
     Raises:
-        RuntimeError: every request failed, so there is nothing to measure.
+        RuntimeError: every request failed, or there was none, so there is nothing to measure.
     """
     failures = [answer.error for answer in answers if answer.error is not None]
     good = [answer for answer in answers if answer.error is None]
+    if not answers:
+        raise RuntimeError("no request was made")
     if not good:
-        raise RuntimeError(f"all {len(answers)} requests failed, the first: {failures[:1]}")
+        raise RuntimeError(f"all {len(answers)} requests failed, the first: {failures[0]}")
     first = [answer.pieces[0] - answer.sent for answer in good]
     per_token = [_per_token(answer) for answer in good]
     gaps = [later - earlier for answer in good for earlier, later in pairwise(answer.pieces)]
