@@ -28,10 +28,9 @@ from gateway.settings.guards import faults_of
 from gateway.settings.models import Models, ModelSettings
 from gateway.settings.values import (
     AUTO,
-    KEYS_LIMIT,
     Adapters,
     Address,
-    ApiKey,
+    ApiKeys,
     Contract,
     Contracts,
     Endpoint,
@@ -174,9 +173,8 @@ class Settings(BaseSettings):
         (), description="ids of models that are unloaded neither to make room nor idle"
     )
     # Who may use it.
-    api_keys: tuple[ApiKey, ...] = Field(
+    api_keys: ApiKeys = Field(
         (),
-        max_length=KEYS_LIMIT,
         description="clients' keys: a list of {name, key or sha256, scopes: [inference, admin, metrics], "
         "models, max_in_flight, requests_per_minute, tokens_per_minute, tokens_per_day}; no flag, "
         "since a command line is visible to every process, but `up` has --api-key for a single one",

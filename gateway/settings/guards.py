@@ -32,16 +32,14 @@ def faults_of(settings: "Settings") -> Iterator[str]:
     ports = settings.ports()
     if len(set(ports)) < len(ports):
         yield "port, kserve_http_port, kserve_grpc_port and that of metrics_address must differ"
-    names = [key.name for key in settings.api_keys]
-    if len(set(names)) < len(names):
-        yield "api_keys: two keys have the same name"
     try:
         yield from _unprotected(settings)
     except ValueError as error:
         yield str(error)
     models = {name: settings.model(name) for name in settings.models}
     # Keys of a file come and go: a model for none of them is for nobody.
-    yield from contradictions(models, None if settings.keys_file else set(names))
+    names = None if settings.keys_file else {key.name for key in settings.api_keys}
+    yield from contradictions(models, names)
     if settings.max_loaded_gib is not None:
         yield from _unmeasured(models, settings.max_loaded_gib)
 

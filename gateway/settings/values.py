@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
@@ -142,10 +143,14 @@ def _adapter(value: str) -> str:
 
 
 def _one_entry_each(values: tuple[str, ...]) -> tuple[str, ...]:
-    names = [value.rpartition("=")[0] for value in values]
-    if len(set(names)) < len(names):
-        raise ValueError("two adapters have the same name")
+    _check_differ("adapters", (value.rpartition("=")[0] for value in values))
     return values
+
+
+def _check_differ(what: str, names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"two {what} have the name {name!r}")
 
 
 def _endpoint(value: str) -> str:
@@ -232,6 +237,14 @@ class ApiKey(BaseModel):
         if self.key is not None and not self.key.get_secret_value():
             raise ValueError("the key is empty")
         return self
+
+
+def _one_name_each(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+    _check_differ("keys", (key.name for key in keys))
+    return keys
+
+
+ApiKeys = Annotated[tuple[ApiKey, ...], Field(max_length=KEYS_LIMIT), AfterValidator(_one_name_each)]
 
 
 def revealed(secret: SecretStr | None) -> str | None:

@@ -136,6 +136,7 @@ async def test_a_process_that_replaces_another_knows_the_keys_that_the_others_do
         ("", "api_keys: a list of keys is needed"),
         ("api_keys: []", "api_keys: a list of keys is needed"),
         ("port: 1", "port: unknown key, only `api_keys` is known"),
+        ("api_keys: [{name: a, key: s3cret}, {name: a, key: b}]", "api_keys: two keys have the name 'a'"),
         ("api_keys: [{name: a, key: s3cret, rate: 1}]", "api_keys.0.rate: unknown key"),
     ],
 )
