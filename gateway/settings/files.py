@@ -1,5 +1,6 @@
 """YAML files with settings: how they are read, and what is said of one that cannot be used."""
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
@@ -8,6 +9,8 @@ import yaml
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _KINDS: Final = {"models": (dict, "mapping of public names"), "api_keys": (list, "list of keys")}
+_BEFORE_QUOTE: Final = re.compile(r"""(?s)((?:[^'"]|'(?:\\?.|\\[xuU]\w+|<[\w ]+>)'|"'")*).*""")
+"""A fault up to the first quote of more than a character, which may be a key; `<block end>` is YAML's own."""
 
 
 class ConfigurationError(Exception):
@@ -67,12 +70,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} is not UTF-8 text") from None
     except _TwiceError as error:
         raise ConfigurationError(f"{path} is not valid YAML at line {error.line}: {error}") from None
-    except yaml.YAMLError as error:
-        # The error's own text quotes the line, which may hold a key; a scanner's problem names one character.
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a date that there is not
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        why = f": {error.problem}" if isinstance(error, yaml.scanner.ScannerError) else ""
-        raise ConfigurationError(f"{path} is not valid YAML{where}{why}") from None
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "")
+        told = _BEFORE_QUOTE.sub(r"\1", f": {problem}", count=1).rstrip(": ")
+        raise ConfigurationError(f"{path} is not valid YAML{where}{told}") from None
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
