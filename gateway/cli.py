@@ -22,7 +22,7 @@ import click
 from pydantic import SecretStr
 
 from gateway import version
-from gateway.commands import stop_at_once
+from gateway.commands import INTERRUPTED, stop_at_once
 from gateway.errors import ListenError
 from gateway.settings import (
     CONFIG_VARIABLE,
@@ -147,6 +147,13 @@ class _Commands(click.Group):
         module = importlib.import_module(f"gateway.commands.{_ELSEWHERE[cmd_name]}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # of which click would make 1, as of any failure
+            click.echo(err=True)  # behind the terminal's ^C
+            ctx.exit(INTERRUPTED)
 
 
 @click.group(

@@ -3,6 +3,10 @@
 import os
 import signal
 import types
+from typing import Final
+
+INTERRUPTED: Final = 128 + signal.SIGINT
+"""The status of a command that Ctrl-C ended."""
 
 
 def run() -> None:

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -22,10 +21,10 @@ from typing import Any, BinaryIO, Final
 
 import click
 
+from gateway.commands import INTERRUPTED
 from gateway.commands.endpoint import DEFAULT_URL, ClientError, authorization, connected
 from gateway.commands.progress import Progress, duration
 
-_INTERRUPTED: Final = 128 + signal.SIGINT
 _PASSING: Final = {429, 502, 503, 504}
 """Statuses worth another attempt."""
 _LONGEST_PAUSE_S: Final = 30.0
@@ -347,4 +346,4 @@ def batch(
             asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
             stopped = run(asking, out, counts, progress)
             progress.show(_line(counts, asking))
-    sys.exit(_INTERRUPTED if stopped else int(counts.failed > 0))
+    sys.exit(INTERRUPTED if stopped else int(counts.failed > 0))

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import click
 
+from gateway.commands import INTERRUPTED
 from gateway.commands.chat import models_at
 from gateway.commands.endpoint import DEFAULT_URL, ClientError, fetch
 from gateway.commands.load import TEXT_IDS, LoadPool, Workload, closed_loop, open_loop
@@ -25,7 +26,6 @@ _BAR: Final = 40
 COUNT: Final = click.IntRange(1)
 """The type of each of so many things."""
 _MOST_PROCESSES: Final = 8
-_INTERRUPTED: Final = 130
 
 
 def listed(flag: str, each: click.IntRange | click.FloatRange, **options: Any) -> Callable[[F], F]:
@@ -256,7 +256,7 @@ def bench(
                         file.write(json.dumps(asdict(each.row)) + "\n")
                         file.flush()
         except KeyboardInterrupt:
-            status = _INTERRUPTED
+            status = INTERRUPTED
         except (RuntimeError, ValueError) as error:
             raise ClientError(str(error)) from None
     if measured:

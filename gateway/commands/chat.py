@@ -16,7 +16,6 @@ import click
 
 from gateway.commands.endpoint import DEFAULT_URL, ClientError, events, fetch
 
-_INTERRUPTED: Final = 130
 _BLOCK: Final = '"""'
 _HOTTEST: Final = 2.0
 _HELP: Final = """\
@@ -266,14 +265,11 @@ def models_at(url: str, key: str | None) -> list[str]:
 def chat(*, url: str, key: str | None, question: str | None, model: str | None, **options: Any) -> None:
     """Talk to a model in the terminal; /help there says what else there is."""
     piped = question is None and not sys.stdin.isatty()
-    try:
-        request = sys.stdin.read().strip() if piped else question
-        if request is not None and not request.strip():
-            raise ClientError("there is nothing to ask")
-        talk = Chat(url, key, Conversation(model or models_at(url, key)[0], **options))
-        if request is None:
-            talk.talk()
-        else:
-            talk.ask(request)
-    except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+    request = sys.stdin.read().strip() if piped else question
+    if request is not None and not request.strip():
+        raise ClientError("there is nothing to ask")
+    talk = Chat(url, key, Conversation(model or models_at(url, key)[0], **options))
+    if request is None:
+        talk.talk()
+    else:
+        talk.ask(request)

@@ -276,6 +276,28 @@ def test_check(monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
     assert "upstream within 2.0" in text
 
 
+@pytest.mark.parametrize(
+    ("command", "asks"),
+    [
+        (("check",), "gateway.commands.check.check"),
+        (("models",), "gateway.commands.models.models_of"),
+        (("prompt", "--model", "m"), "gateway.commands.models.prompt_of"),
+        (("chat", "-q", "hi"), "gateway.commands.chat.models_at"),
+    ],
+)
+def test_ctrl_c_has_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], asks: str
+) -> None:
+    """For `check`, the 1 of click's Abort meant that something is not well."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asks, stop)
+    done = CliRunner().invoke(main, command, input="[]")
+    assert (done.exit_code, "Aborted" in done.output) == (130, False)
+
+
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).with_name("tritongate")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
