@@ -356,19 +356,22 @@ def check(config: Path | None, timeout_s: float, **flags: Any) -> None:
 
 
 @main.command(short_help="List the models that are served.")
-@click.argument("url", required=False)
+@click.argument("at", metavar="[URL]", required=False)
+@click.option("--url", metavar="URL", help="of a running gateway, which is asked instead")
 @click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the gateway at URL")
 @settings_options()
 @_timeout
-def models(*, url: str | None, key: str | None, config: Path | None, timeout_s: float, **flags: Any) -> None:
+def models(
+    *, at: str | None, url: str | None, key: str | None, config: Path | None, timeout_s: float, **flags: Any
+) -> None:
     """List the models of the configuration, as their Tritons have them; or of the running gateway at URL."""
     from gateway.commands.models import models_at, models_of, table  # noqa: PLC0415
 
-    rows = (
-        asyncio.run(models_of(_load(config, flags), timeout_s=timeout_s))
-        if url is None
-        else models_at(url, key)
-    )
+    url = url or at
+    if url is None:
+        rows = asyncio.run(models_of(_load(config, flags), timeout_s=timeout_s))
+    else:
+        rows = models_at(url, key)
     click.echo(table(rows))
 
 

@@ -116,11 +116,12 @@ def test_without_any_model_the_next_step_is_named(command: tuple[str, ...]) -> N
     )
 
 
-async def test_a_running_gateway_is_asked() -> None:
+@pytest.mark.parametrize("named", [("--url",), ()])
+async def test_a_running_gateway_is_asked(named: tuple[str, ...]) -> None:
     upstream = FakeUpstream()
     async with on_socket(upstream, models={"glm": {"aliases": ["gpt"]}, "org/glm-2": {}}) as served:
         url = str(served.http.base_url)
-        done = await asyncio.to_thread(CliRunner().invoke, main, ["models", url])
+        done = await asyncio.to_thread(CliRunner().invoke, main, ["models", *named, url])
     assert [line.split() for line in done.output.splitlines()] == [
         ["model", "aliases", "state", "context"],
         ["glm", "gpt", "ready", "64"],
