@@ -18,7 +18,7 @@ from gateway.app import triton_upstream
 from gateway.chat.templates import TemplateError
 from gateway.chat.vocabulary import VocabularyError
 from gateway.commands.endpoint import ClientError, fetch
-from gateway.commands.reach import cause_of, reach
+from gateway.commands.reach import Reached, cause_of, reach
 from gateway.core.request import with_system
 from gateway.core.upstream import Tokens
 from gateway.errors import GatewayError
@@ -54,9 +54,11 @@ async def probed(
         await upstream.close()
 
 
-def _check_any(upstream: PublicModels) -> None:
+def _check_any(upstream: PublicModels, reached: Iterable[Reached] = ()) -> None:
     if not upstream.models():
-        raise ClientError("no model was found; `tritongate check` says what is at each upstream")
+        gateways = (each.findings[0].text for each in reached if each.gateway)
+        why = "no model was found; `tritongate check` says what is at each upstream"
+        raise ClientError(next(gateways, why))
 
 
 async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, str]]:
@@ -70,10 +72,10 @@ async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, s
         ClientError: there is none.
     """
     rows = []
-    left_out = [] if settings.models else (await reach(settings, timeout_s, resolve))[1]
+    reached = [] if settings.models else (await reach(settings, timeout_s, resolve))[1]
     async with probed(settings, timeout_s) as upstream:
-        if not any(each.left_out for each in left_out):
-            _check_any(upstream)
+        if not any(each.left_out for each in reached):
+            _check_any(upstream, reached)
         replicas = upstream.replicas()
         for card in upstream.models():
             own = [replica for name, replica in replicas if name == card.id]
@@ -100,7 +102,7 @@ async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, s
                 "state": "left_out",
                 "reason": reason,
             }
-            for each in left_out
+            for each in reached
             for entry, reason in each.left_out.items()
         ),
     ]

@@ -6,13 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+from gateway.commands.endpoint import DEFAULT_URL
 from gateway.errors import UpstreamProtocolError
 from gateway.settings import Settings
 from gateway.settings.values import revealed
 from gateway.triton.client import Client, EntryState, Tls
 from gateway.triton.dialects import Dialects
 from gateway.triton.errors import Fault, TritonError
-from gateway.triton.faults import faults_of
+from gateway.triton.faults import GATEWAY, faults_of
 from gateway.triton.resolver import Name, Resolve, client_tls, name_in
 
 _CAUSES: Final = {
@@ -21,6 +22,8 @@ _CAUSES: Final = {
     "Failed parsing HTTP/2": "this is no gRPC port; Triton's is 8001 by default, 8000 is its HTTP",
 }
 """Why a Triton is not reached, by what grpc (1.85) says of it; of the rest people make nothing."""
+
+_ASK_GATEWAY: Final = f"`tritongate models --url {DEFAULT_URL}` lists a gateway's models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Reached:
     """What is in its repository, if that was asked for: no models are named."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Of these, what a gateway does not serve though it is loaded, and why."""
+    gateway: bool = False
+    """Whether a gateway is there, in the place of a Triton."""
 
     @property
     def live(self) -> bool:
@@ -96,6 +101,11 @@ async def _reach(settings: Settings, address: str, tls: Tls | None, timeout_s: f
     reached = Reached(address)
     try:
         live = await client.live()
+        reached.gateway = await _is_gateway(client)
+        if reached.gateway:
+            said = f"upstream {address} is a tritongate gateway, not a Triton; {_ASK_GATEWAY}"
+            reached.findings.append(Finding(ok=False, text=said))
+            return reached
         if not settings.models:
             states = await client.repository()
             reached.entries = frozenset(states)
@@ -115,6 +125,13 @@ async def _reach(settings: Settings, address: str, tls: Tls | None, timeout_s: f
     finally:
         await client.close()
     return reached
+
+
+async def _is_gateway(client: Client) -> bool:
+    try:
+        return bool((await client.server()).name == GATEWAY)
+    except TritonError:
+        return False  # the metadata are restricted
 
 
 async def _left_out(client: Client, entries: Sequence[str], dialects: Dialects) -> dict[str, str]:

@@ -290,7 +290,9 @@ class Settings(BaseSettings):
     )
     # What it reports: logs and traces.
     warn_of_faults: bool = Field(
-        default=True, description="log a warning about Tritons whose version has published faults"
+        default=True,
+        description="log a warning about Tritons whose version has published faults, and about "
+        "gateways in their place",
     )
     vllm_metrics: bool = Field(
         default=False,

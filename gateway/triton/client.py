@@ -201,10 +201,11 @@ class Client:
         """Ask whether the server is up (its models need not be)."""
         return bool((await self._unary("ServerLive", service_pb2.ServerLiveRequest())).live)
 
-    async def version(self) -> str | None:
-        """Return Triton's version, such as 2.51.0; None: the server is no Triton."""
-        metadata = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())
-        return str(metadata.version) if metadata.name == "triton" else None
+    async def server(self) -> service_pb2.ServerMetadataResponse:
+        """Return the server's name, such as triton, and its version, such as 2.51.0."""
+        request = service_pb2.ServerMetadataRequest()
+        metadata: service_pb2.ServerMetadataResponse = await self._unary("ServerMetadata", request)
+        return metadata
 
     async def ready(self, entry: str) -> bool:
         """Ask whether Triton calls `entry` ready; it goes on doing so after the model's process has died."""

@@ -1,4 +1,4 @@
-"""Versions of Triton with published faults, for warnings by `tritongate serve` and `check`."""
+"""What is wrong with a server, for `tritongate serve` and `check`: published faults, or it is no Triton."""
 
 import asyncio
 import logging
@@ -17,6 +17,8 @@ FAULTS: Final = (
     ((2, 71, 0), "what NVIDIA's bulletins up to 5875 describe"),
 )
 """The first version without each, and what it is. 2.59.1 is release 25.07, 2.67 is 26.03, 2.71 is 26.07."""
+GATEWAY: Final = "tritongate"
+"""What a gateway calls itself where its clients know Triton's protocol."""
 FIRST_WITHOUT: Final = "26.07 (2.71.0)"
 
 _log = logging.getLogger(__name__)
@@ -37,17 +39,19 @@ def published_faults(version: str) -> str | None:
 
 
 async def faults_of(client: Client) -> str | None:
-    """Return what `published_faults` says of the server behind `client`; None, too, if that is no Triton.
+    """Return what is wrong with the server behind `client`; None: nothing is known.
 
     Raises:
         TritonError: it did not answer.
     """
-    version = await client.version()
-    return None if version is None else published_faults(version)
+    server = await client.server()
+    if server.name == GATEWAY:
+        return "a tritongate gateway is there, not a Triton: its models are not served"
+    return published_faults(server.version) if server.name == "triton" else None
 
 
 async def warn_of_faults(client: Client) -> None:
-    """Log a warning if the server behind `client` has published faults, once it is reached."""
+    """Log a warning if something is wrong with the server behind `client`, once it is reached."""
     while True:
         try:
             found = await faults_of(client)

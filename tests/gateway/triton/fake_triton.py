@@ -163,6 +163,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
     """The server. It can be stopped and started again on the same port."""
 
     def __init__(self) -> None:
+        self.name = "triton"
         self.version = "2.71.0"
         self.models = {"m": FakeModel()}
         self.port = 0
@@ -220,7 +221,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerLiveResponse(live=self.live)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return service_pb2.ServerMetadataResponse(name="triton", version=self.version)
+        return service_pb2.ServerMetadataResponse(name=self.name, version=self.version)
 
     async def _permit(self, context: Any) -> None:
         if self.restriction is not None and self.restriction not in context.invocation_metadata():

@@ -61,6 +61,16 @@ async def test_a_gateway_warns_once_it_reaches_them(
     assert [record.upstream for record in told] == [triton.address] * (version == "2.51.0")
 
 
+async def test_a_gateway_warns_of_another_in_the_place_of_a_triton(
+    caplog: pytest.LogCaptureFixture, triton: FakeTriton
+) -> None:
+    triton.name = "tritongate"
+    client = Client(triton.address)
+    await warn_of_faults(client)
+    await client.close()
+    assert caplog.messages == ["a tritongate gateway is there, not a Triton: its models are not served"]
+
+
 async def test_one_that_hangs_is_asked_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
