@@ -18,7 +18,7 @@ from gateway.app import triton_upstream
 from gateway.chat.templates import TemplateError
 from gateway.chat.vocabulary import VocabularyError
 from gateway.commands.endpoint import ClientError, fetch
-from gateway.commands.reach import Reached, cause_of, reach
+from gateway.commands.reach import cause_of, reach
 from gateway.core.request import with_system
 from gateway.core.upstream import Tokens
 from gateway.errors import GatewayError
@@ -54,11 +54,9 @@ async def probed(
         await upstream.close()
 
 
-def _check_any(upstream: PublicModels, reached: Iterable[Reached] = ()) -> None:
+def _check_any(upstream: PublicModels) -> None:
     if not upstream.models():
-        gateways = (each.findings[0].text for each in reached if each.gateway)
-        why = "no model was found; `tritongate check` says what is at each upstream"
-        raise ClientError(next(gateways, why))
+        raise ClientError("no model was found; `tritongate check` says what is at each upstream")
 
 
 async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, str]]:
@@ -69,13 +67,15 @@ async def models_of(settings: Settings, *, timeout_s: float) -> list[dict[str, s
         timeout_s: how long the Tritons may take to answer.
 
     Raises:
-        ClientError: there is none.
+        ClientError: there is none, or no Triton.
     """
     rows = []
-    reached = [] if settings.models else (await reach(settings, timeout_s, resolve))[1]
+    _, reached = await reach(settings, timeout_s, resolve)
+    if reached and all(each.gateway for each in reached):
+        raise ClientError(reached[0].findings[0].text)
     async with probed(settings, timeout_s) as upstream:
         if not any(each.left_out for each in reached):
-            _check_any(upstream, reached)
+            _check_any(upstream)
         replicas = upstream.replicas()
         for card in upstream.models():
             own = [replica for name, replica in replicas if name == card.id]

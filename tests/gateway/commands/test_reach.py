@@ -37,14 +37,15 @@ async def test_a_gateway_is_no_triton() -> None:
     """`up` has its own KServe port where a Triton is looked for by default."""
     async with over_grpc(FakeUpstream()) as (_, _, address):
         (found,) = await check(settings(upstreams=[address], warn_of_faults=False), timeout_s=10)
-        with pytest.raises(ClientError) as refused:
-            await models_of(settings(upstreams=[address]), timeout_s=5)
+        for names in ([], ["glm"]):
+            with pytest.raises(ClientError) as refused:
+                await models_of(settings(upstreams=[address], models=names), timeout_s=5)
+            assert refused.value.message == found.text
     assert not found.ok
     assert found.text == (
         f"upstream {address} is a tritongate gateway, not a Triton; "
         "`tritongate models --url http://127.0.0.1:8080` lists a gateway's models"
     )
-    assert refused.value.message == found.text
 
 
 def test_a_cause_that_is_not_known_is_not_told() -> None:
