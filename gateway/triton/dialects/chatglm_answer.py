@@ -10,22 +10,19 @@ from operator import itemgetter
 import msgspec
 from msgspec import structs
 
-from gateway.chat.answers import ChoiceReader, in_runs
+from gateway.chat.answers import ChoiceReader
 from gateway.chat.marked import MarkedChoice
-from gateway.chat.text_tokens import EveryToken, TextTokens
+from gateway.chat.text_tokens import Run, TextTokens
 from gateway.core.events import (
     Accepted,
-    CallPart,
     Delta,
     Event,
     Heartbeat,
     LogitsPart,
-    Piece,
     PromptLogprob,
     TokenLogprob,
     TopLogprob,
     Usage,
-    text_in,
 )
 from gateway.core.request import Conversation, Generation, Turns
 from gateway.errors import UpstreamProtocolError
@@ -76,15 +73,13 @@ class ChatGLMAnswer:
         new = reader or (lambda: ChoiceReader(generation, report.chat_format))
         self._choices = {index: new() for index in range(generation.n)}
         """The choices that have not ended."""
-        scored = () if generation.logprobs is None else self._choices
         prompt = generation.prompt
         converses = (
             prompt.converses if isinstance(prompt, RenderedPrompt) else isinstance(prompt, Conversation)
         )
-        self._listed = {
-            index: TextTokens(special=generation.show_special) if converses else EveryToken()
-            for index in scored
-        }
+        scored = self._choices if converses and generation.logprobs is not None else ()
+        self._listed = {index: TextTokens(special=generation.show_special) for index in scored}
+        """Not of answers that continue a text, which list every token: who scores texts counts them."""
         self._accepted = False
         self._wants_ranks = generation.prompt_ranks
         self._with_segments = isinstance(generation.prompt, Turns)
@@ -264,7 +259,11 @@ class ChatGLMAnswer:
             if (meta.usage is None) == (not self._choices):
                 raise not_understood("usage belongs to the end of the last choice")
         prompt_logprobs = self._prompt_logprobs(meta.prompt_logprobs)
-        *before, (pieces, logprobs) = self._scored(index, text, pieces, meta, choice.hidden)
+        logprobs = None if meta.logprobs is None else _logprobs(meta.logprobs)
+        before: list[Run] = []
+        if (listed := self._listed.get(index)) is not None:
+            listed.push(text, logprobs or ())
+            *before, (pieces, logprobs) = listed.take(pieces, choice.hidden, over=over)
         segments = tuple(meta.segments or ()) if self._with_segments else ()
         if not (over or pieces or before or logprobs or tokens or prompt_logprobs or segments):
             return [Heartbeat()]
@@ -283,28 +282,6 @@ class ChatGLMAnswer:
                 usage=None if meta.usage is None else self._whole(_usage(meta.usage, meta.queue_s)),
             ),
         ]
-
-    def _scored(
-        self,
-        index: int,
-        text: str,
-        pieces: tuple[Piece, ...],
-        meta: wire_meta.Meta,
-        hidden: list[tuple[int, int]],
-    ) -> list[tuple[tuple[Piece, ...], tuple[TokenLogprob, ...] | None]]:
-        """Divide the pieces of a choice's delta; return each run with its text's tokens, if requested."""
-        listed = self._listed.get(index)
-        if listed is None:
-            return [(pieces, None)]
-        listed.push(text, _logprobs(meta.logprobs or ()))
-        runs = [
-            (run, listed.take(text_in(run), hidden, called=isinstance(run[-1] if run else None, CallPart)))
-            for run in in_runs(pieces)
-        ]
-        if meta.finish_reason is not None:
-            last, tokens = runs[-1]
-            runs[-1] = (last, tokens + listed.finish())
-        return [(run, tokens if tokens or meta.logprobs is not None else None) for run, tokens in runs]
 
     def _whole(self, usage: Usage) -> Usage:
         """Return the usage of an answer, perhaps a resumed one, given what its last server tells."""

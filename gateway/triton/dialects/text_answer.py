@@ -3,12 +3,14 @@
 What a backend does not report is counted or inferred here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from msgspec import structs
+
 from gateway.chat.styles import possible_beginning
-from gateway.chat.text_tokens import EveryToken, TextTokens
+from gateway.chat.text_tokens import TextTokens
 from gateway.core.events import (
     Accepted,
     Delta,
@@ -18,7 +20,6 @@ from gateway.core.events import (
     Reasoning,
     TokenLogprob,
     Usage,
-    text_in,
 )
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
@@ -153,8 +154,7 @@ class TextAnswer:
         self._prompt = prompt
         self._prompt_tokens: int | None = None
         self._marks = model.reader(prompt)
-        listed = TextTokens() if prompt.converses else EveryToken()
-        self._listed = None if generation.logprobs is None else listed
+        self._listed = TextTokens() if prompt.converses and generation.logprobs is not None else None
         self._stops = tuple(generation.stop) if cut_stops else ()
         self._begun = [0] * len(self._stops)
         """How many characters at the text's end may begin each stop string: those before never will."""
@@ -206,8 +206,6 @@ class TextAnswer:
         if not self._reported:
             self._raw.append(news.text)
         self._tokens += tokens
-        if self._listed is not None:
-            self._listed.push(news.text, news.logprobs or ())
         pieces = self._read(news.text, over=False)
         if news.finish in _FAILURES:
             raise UpstreamProtocolError("The model's backend gave up the answer.")
@@ -215,9 +213,10 @@ class TextAnswer:
             self._finish = "stop"
         elif news.finish is not None:
             self._finish = "length" if news.finish in _AT_LIMIT else "stop"
-        if not pieces and not tokens:
+        *before, last = self._deltas(news.text, news.logprobs or (), pieces)
+        if not (before or last.pieces or last.logprobs or tokens):
             return []
-        return [Delta(pieces=pieces, tokens=tokens, logprobs=self._logprobs(pieces))]
+        return [*before, structs.replace(last, tokens=tokens)]
 
     def rest(self, text: str) -> list[Event]:
         """Return the events in text that was held back: its tokens were counted already.
@@ -240,15 +239,15 @@ class TextAnswer:
             completion_tokens=self._tokens,
             reasoning_tokens=self._reasoning() if self._prompt.thinks else None,
         )
-        last = Delta(
-            pieces=pieces,
+        *deltas, last = self._deltas("", (), pieces, over=True)
+        last = structs.replace(
+            last,
             tokens=max(0, self._tokens - before),
-            logprobs=self._logprobs(pieces, over=True),
             finish_reason=self._finish_reason(),
             stop_reason=self._stopped_by,
             usage=usage,
         )
-        return [*events, last]
+        return [*events, *deltas, last]
 
     def _read(self, text: str, *, over: bool) -> tuple[Piece, ...]:
         """Return the pieces that are certain with more text, up to a stop string.
@@ -275,12 +274,17 @@ class TextAnswer:
         self._thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
         return tuple(read)
 
-    def _logprobs(self, pieces: Iterable[Piece], *, over: bool = False) -> tuple[TokenLogprob, ...] | None:
-        """Return those of the tokens of more text; None: they were not requested."""
+    def _deltas(
+        self, text: str, logprobs: tuple[TokenLogprob, ...], pieces: tuple[Piece, ...], *, over: bool = False
+    ) -> list[Delta]:
+        """Return the deltas of more text, whose tokens are not counted: one, or one for each text in it."""
+        if self._generation.logprobs is None:
+            return [Delta(pieces=pieces, tokens=0)]
         if self._listed is None:
-            return None
-        taken = self._listed.take(text_in(pieces), self._marks.hidden)
-        return taken + self._listed.finish() if over else taken
+            return [Delta(pieces=pieces, tokens=0, logprobs=logprobs)]
+        self._listed.push(text, logprobs)
+        runs = self._listed.take(pieces, self._marks.hidden, over=over)
+        return [Delta(pieces=run, tokens=0, logprobs=tokens) for run, tokens in runs]
 
     def _finish_reason(self) -> FinishReason:
         """Return why the answer ended, whose tokens were counted."""

@@ -6,12 +6,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.chat.answers import AnswerText, RawText, ToolText, in_runs
+from gateway.chat.answers import AnswerText, RawText, ToolText
 from gateway.chat.calls import FencedCallReader
 from gateway.chat.marked import MarkedChoice, MarkedText
 from gateway.chat.styles import STYLES
 from gateway.chat.text_tokens import TextTokens
-from gateway.core.events import CallPart, Piece, TokenLogprob, text_in
+from gateway.core.events import CallPart, Piece, Reasoning, TokenLogprob, text_in
 from wire.calls import write_fenced
 from wire.meta import Segment
 
@@ -27,35 +27,39 @@ def tokens(*utf8: str | bytes) -> list[TokenLogprob]:
     return [token(each) for each in utf8]
 
 
+NONE: list[tuple[int, int]] = []
 ROLE = token("", "<|assistant|>")
 
 
-def bytes_of(found: Sequence[TokenLogprob]) -> list[bytes]:
-    return [each.utf8 for each in found]
+def taken(
+    of: TextTokens, *pieces: Piece, hidden: list[tuple[int, int]] = NONE, over: bool = False
+) -> list[bytes]:
+    """Return what the next tokens add to the text."""
+    return [each.utf8 for _, found in of.take(pieces, hidden, over=over) for each in found]
 
 
 def test_a_token_is_listed_once_all_of_it_is_decided() -> None:
     of = TextTokens()
     of.push("Hello you", tokens("He", "llo", " you"))
-    assert bytes_of(of.take("H", [])) == []
-    assert bytes_of(of.take("ello", [])) == [b"He", b"llo"]
-    assert bytes_of(of.take(" you", [])) == [b" you"]
-    assert of.finish() == ()
+    assert taken(of, "H") == []
+    assert taken(of, "ello") == [b"He", b"llo"]
+    assert taken(of, " you") == [b" you"]
+    assert taken(of, over=True) == []
 
 
 def test_white_space_that_is_stripped_has_no_tokens() -> None:
     of = TextTokens()
     of.push("\n Hello \n", tokens("\n", " Hello", " \n"))
-    assert bytes_of(of.take("Hello", [])) == [b"Hello"]
-    assert of.finish() == ()
+    assert taken(of, "Hello") == [b"Hello"]
+    assert taken(of, over=True) == []
 
 
 def test_a_token_of_which_a_part_is_text_keeps_its_name() -> None:
     of = TextTokens()
     of.push("ends he", tokens("ends", " here"))
-    assert bytes_of(of.take("ends", [])) == [b"ends"]
-    assert bytes_of(of.take(" h", [])) == []
-    (last,) = of.finish()
+    assert taken(of, "ends") == [b"ends"]
+    assert taken(of, " h") == []
+    ((_, (last,)),) = of.take((), [], over=True)
     assert (last.token, last.utf8) == ("b' here'", b" h")
 
 
@@ -64,16 +68,16 @@ def test_a_character_of_several_tokens_has_them_all() -> None:
     smile = "🙂".encode()
     parts = [smile[place : place + 1] for place in range(4)]
     of.push("a", tokens("a", *parts[:3]))
-    assert bytes_of(of.take("a", [])) == [b"a"]
-    assert bytes_of(of.take("", [])) == []
+    assert taken(of, "a") == [b"a"]
+    assert taken(of, "") == []
     of.push("🙂b", tokens(parts[3], "b"))
-    assert bytes_of(of.take("🙂b", [])) == [*parts, b"b"]
+    assert taken(of, "🙂b") == [*parts, b"b"]
 
 
 def test_a_character_that_never_was_whole_is_not_listed() -> None:
     of = TextTokens()
     of.push("a", tokens("a", "🙂".encode()[:2]))
-    assert bytes_of(of.take("a", []) + of.finish()) == [b"a"]
+    assert taken(of, "a", over=True) == [b"a"]
 
 
 def test_a_byte_of_no_character_is_one_character() -> None:
@@ -81,68 +85,93 @@ def test_a_byte_of_no_character_is_one_character() -> None:
     of = TextTokens()
     raw = "\ufffd\ufffda\ufffd\ufffdb\ufffd"
     of.push(raw, [*tokens(b"\xff", b"\xe4", "a", b"\xe4\xbd"), ROLE, *tokens("b", "\ufffd")])
-    # the token without text ended the character before it
-    assert b"".join(bytes_of(of.take(raw, []))) == b"\xff\xe4a\xe4\xbdb\xef\xbf\xbd"
+    listed = taken(of, raw)
+    assert (len(listed), b"".join(listed).decode()) == (6, raw)
 
 
 def test_special_tokens_are_listed_where_they_are_text() -> None:
     for special in (False, True):
         of = TextTokens(special=special)
         of.push("a<|assistant|>b" if special else "ab", [token("a"), ROLE, token("b")])
-        listed = of.take("a<|assistant|>b" if special else "ab", [])
-        assert bytes_of(listed) == ([b"a", b"<|assistant|>", b"b"] if special else [b"a", b"b"])
+        listed = taken(of, "a<|assistant|>b" if special else "ab")
+        assert listed == ([b"a", b"<|assistant|>", b"b"] if special else [b"a", b"b"])
 
 
 def test_what_is_put_between_segments_is_of_the_token_behind_it() -> None:
     of = TextTokens()
     of.push("Hi Done", [*tokens("Hi"), ROLE, *tokens(" Done")])
-    assert bytes_of(of.take("Hi\nDone", [])) == [b"Hi", b"\nDone"]
+    assert taken(of, "Hi\nDone") == [b"Hi", b"\nDone"]
 
 
 def test_the_date_is_of_the_placeholders_tokens() -> None:
     of = TextTokens()
     of.push("In [[训练时间]].", tokens("In ", "[[", "训练", "时间", "]].", ""))
-    assert bytes_of(of.take("In 2023年.", [])) == [b"In ", "2023年".encode(), b"", b"", b"."]
+    assert taken(of, "In 2023年.") == [b"In ", b"20", "23年".encode(), b"", b"."]
 
 
 def test_a_call_and_reasoning_have_no_tokens() -> None:
     of = TextTokens()
     of.push("(Hm)Hi {} You", tokens("(", "Hm)", "Hi", " {", "} You"))
     hidden = [(0, 4), (7, 9)]
-    assert bytes_of(of.take("Hi", hidden, called=True)) == [b"Hi"]
-    assert bytes_of(of.take(" You", hidden)) == [b" You"]
+    pieces = (Reasoning("Hm"), "Hi", CallPart("now", "{}"), " You")
+    runs = of.take(pieces, hidden)
+    assert [run for run, _ in runs] == [pieces[:3], pieces[3:]]
+    assert [[each.utf8 for each in found] for _, found in runs] == [[b"Hi"], [b" You"]]
     assert hidden == []
 
 
 def test_a_token_that_a_call_ends_is_listed_before_the_call() -> None:
     of = TextTokens()
     of.push("Hi {}", tokens("Hi {", "}"))
-    assert bytes_of(of.take("Hi", [(3, 5)], called=True)) == [b"Hi"]
+    assert taken(of, "Hi", CallPart("now", "{}"), hidden=[(3, 5)]) == [b"Hi"]
 
 
 def test_backends_leave_spaces_out_of_tokens() -> None:
     """Tokens that are decoded one by one have no space at their beginning."""
     of = TextTokens()
     of.push("Hello world, you", tokens("Hello", "world", ",", "you"))
-    listed = of.take("Hello world, you", [])
-    assert bytes_of(listed) == [b"Hello", b" world", b",", b" you"]
+    ((_, listed),) = of.take(("Hello world, you",), [])
+    assert [each.utf8 for each in listed] == [b"Hello", b" world", b",", b" you"]
     assert [each.token for each in listed][1] == "b'world'"
 
 
 def test_backends_leave_tokens_out_of_the_text() -> None:
     of = TextTokens()
     of.push("Hello you", tokens("Hello", "<|eom|>", " you", "<|end|>"))
-    assert bytes_of(of.take("Hello you", []) + of.finish()) == [b"Hello", b" you"]
+    assert taken(of, "Hello you", over=True) == [b"Hello", b" you"]
 
 
 def test_tokens_without_a_name_are_of_the_next_character() -> None:
     for last in (token("€", "€"), token("", "\ufffd")):
         of = TextTokens()
         of.push("a", [token("a"), token("", ""), token("", "\ufffd")])
-        assert bytes_of(of.take("a", [])) == [b"a"]
+        assert taken(of, "a") == [b"a"]
         of.push("€b", [last, token("b")])
-        found = bytes_of(of.take("€b", []))
+        found = taken(of, "€b")
         assert (len(found), b"".join(found)) == (4, "€b".encode())
+
+
+def test_a_token_that_is_late_owns_the_space_before_it() -> None:
+    """A backend holds text back that may begin a stop string."""
+    of = TextTokens()
+    of.push("Hi ", tokens("Hi", "you"))
+    assert taken(of, "Hi ") == [b"Hi"]
+    of.push("you")
+    assert taken(of, "you", over=True) == [b" you"]
+
+
+def test_a_token_without_a_name_has_the_last_character_of_an_answer() -> None:
+    of = TextTokens()
+    of.push("a€", [token("a"), token("", ""), token("", "\ufffd"), token("<|eom|>")])
+    assert taken(of, "a€", over=True) == [b"a", b"", "€".encode()]
+
+
+def test_text_without_a_token_is_of_the_next_one() -> None:
+    of = TextTokens()
+    of.push("- ")
+    assert taken(of, "- ") == []
+    of.push("Hi", tokens("Hi"))
+    assert taken(of, "Hi") == [b"- Hi"]
 
 
 class Plain:
@@ -224,15 +253,12 @@ def test_the_tokens_bytes_are_the_text(
             here = [at for at in starts if begin <= at < end or (last and at == end)]
             of.push(whole[begin:end])
             pieces = reader.push(whole[begin:end], [Segment(at - begin, "a") for at in here])
-            for run in in_runs([*pieces, *(reader.finish() if last else ())]):
-                called = isinstance(run[-1] if run else None, CallPart)
+            pieces += reader.finish() if last else ()
+            for run, tokens in of.take(pieces, reader.hidden, over=last):
                 text, found = told[-1] or ("", [])
-                found += bytes_of(of.take(text_in(run), reader.hidden, called=called))
-                told[-1] = (text + text_in(run), found)
-                if called:
+                told[-1] = (text + text_in(run), found + [each.utf8 for each in tokens])
+                if run and isinstance(run[-1], CallPart):
                     told.append(None)
-        text, found = told[-1] or ("", [])
-        told[-1] = (text, found + bytes_of(of.finish()))
         return [each for each in told if each != ("", [])]
 
     once = listed(())

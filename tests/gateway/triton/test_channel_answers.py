@@ -114,7 +114,7 @@ async def test_what_else_there_is_of_a_delta_is_read(
     await until(lambda: running.text == "ab\nc")
     fake.finish(number, 3)
     await running.task
-    (with_details,) = [delta for delta in running.deltas if delta.logprobs is not None]
+    (with_details,) = [delta for delta in running.deltas if delta.logprobs]
     assert with_details.text == "b"
     assert with_details.token_ids == (5,)
     assert [each.token for each in with_details.logprobs or ()] == ["b"]
