@@ -54,6 +54,9 @@ _STATE_AFTER = {
 _BROKEN = frozenset({Fault.UNREACHABLE, Fault.CHANNEL_LOST})
 """Faults of a connection, which may have been that of one stream, or the end of the server."""
 
+_LATE = frozenset({Fault.DEADLINE, Fault.SILENT})
+"""Faults of a probe that had no answer in time, on either side's account."""
+
 TRIAL_LIMIT = 4
 """Requests at once on a replica that came back and has answered nothing yet, if there are other replicas."""
 
@@ -241,10 +244,12 @@ class Replica:
                     await self._suspected.wait()
 
     async def _look(self) -> None:
+        frame = self.channel.last_frame
         try:
             self.report = await self._probe()
         except TritonError as error:
-            if error.fault is Fault.QUEUE_FULL:
+            delivers = error.fault in _LATE and self.channel.last_frame > frame
+            if error.fault is Fault.QUEUE_FULL or delivers:
                 return  # busy, not dead: the state stays
             if error.fault is Fault.STUB_DEAD:
                 # This fault is certain: requests there would hang until their deadline.
@@ -349,7 +354,7 @@ class Replica:
 
     async def _judge(self, error: TritonError) -> tuple[ReplicaState, str]:
         """Return the state after a failed probe, and the reason."""
-        if error.fault in (Fault.DEADLINE, Fault.SILENT):
+        if error.fault in _LATE:
             return await self._why_silent(), "no answer to a probe"
         if error.fault is Fault.NOT_READY:
             return await self._why_not_ready(), error.detail

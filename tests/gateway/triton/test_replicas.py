@@ -328,6 +328,20 @@ async def test_an_engine_that_stopped_going_round_is_stuck(triton: Any, fast: He
         await becomes(replica, ReplicaState.READY)
 
 
+async def test_a_probe_that_is_late_while_deltas_come_shows_only_that_all_are_busy(
+    triton: Any, fast: HealthPolicy
+) -> None:
+    async with watched(triton, replace(fast, probe_timeout_s=0.05)) as replica:
+        await becomes(replica, ReplicaState.READY)
+        triton.model.probe = hanging()
+        probes = triton.model.probes
+        while triton.model.probes < probes + 4:
+            replica.channel.last_frame += 1
+            await asyncio.sleep(0.01)
+            assert replica.state is ReplicaState.READY
+        await becomes(replica, ReplicaState.STUCK)
+
+
 async def test_a_model_that_does_not_answer_is_told_from_a_server_that_does_not(
     triton: Any, fast: HealthPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
