@@ -104,7 +104,7 @@ class TextTokens:
             entry = self._coming[0]
             here = raw[place : place + len(entry.coming)]
             if not entry.coming.startswith(here):
-                place = _mend(entry, raw, place)
+                place = _mend(entry, raw, place, behind_nameless=nameless is not None)
                 continue
             if here:
                 (nameless or entry).left += place - shared
@@ -203,18 +203,22 @@ def _result(token: TokenLogprob, utf8: bytes) -> TokenLogprob:
     return token if token.utf8 == utf8 else replace(token, utf8=utf8)
 
 
-def _mend(entry: _Entry, raw: bytes, place: int) -> int:
+def _mend(entry: _Entry, raw: bytes, place: int, *, behind_nameless: bool) -> int:
     """Reconcile a token with a raw answer that goes on otherwise; return where in it to go on.
 
     Our own models' tokens differ from it by a space that begins a segment and is dropped, and by bytes that
-    are part of no character. Other backends may leave a space out of a token, or a token out of their text.
+    are part of no character. Other backends may leave a space out of a token, or a token out of their text;
+    and tokens without a name have something before the next one.
     """
     coming = entry.coming
+    at = raw.find(coming, place, place + len(coming) + _NEAR)
+    if behind_nameless and at >= 0:
+        return at
     if coming.startswith(b" "):
         entry.coming = coming[1:]
     elif (written := _as_written(coming, raw, place)) != coming:
         entry.coming = written
-    elif (at := raw.find(coming, place, place + len(coming) + _NEAR)) >= 0:
+    elif at >= 0:
         return at
     elif raw[place : place + 1].isspace():
         return place + 1

@@ -136,7 +136,9 @@ async def test_log_probabilities(sdk: openai.AsyncOpenAI) -> None:
     listed = answer.choices[0].logprobs
     assert listed is not None
     assert listed.content is not None
-    assert [len(each.top_logprobs) for each in listed.content] == [3] * 5
+    assert {len(each.top_logprobs) for each in listed.content} == {3}
+    said = b"".join(bytes(each.bytes or ()) for each in listed.content)
+    assert said.decode() == answer.choices[0].message.content
     assert all(each.logprob == each.top_logprobs[0].logprob < 0 for each in listed.content)
 
 

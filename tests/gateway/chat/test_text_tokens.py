@@ -151,6 +151,17 @@ def test_tokens_without_a_name_are_of_the_next_character() -> None:
         assert (len(found), b"".join(found)) == (4, "€b".encode())
 
 
+def test_bytes_of_no_character_are_of_tokens_without_a_name() -> None:
+    """As vLLM has it: the tokens have neither a name nor bytes, and the text has U+FFFD for them."""
+    of = TextTokens()
+    of.push(
+        "\ufffdth\ufffd\u00e9", [token("", ""), token("th"), token("", ""), token("\u00e9"), token("", "")]
+    )
+    assert taken(of, "\ufffdth\ufffd\u00e9", over=True) == [
+        each.encode() for each in ("\ufffd", "th", "\ufffd", "\u00e9")
+    ]
+
+
 def test_a_token_that_is_late_owns_the_space_before_it() -> None:
     """A backend holds text back that may begin a stop string."""
     of = TextTokens()
