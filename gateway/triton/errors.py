@@ -121,13 +121,7 @@ class Fault(enum.Enum):
         "model-repository is restricted, the gateway's setting repository_key.",
     )
     """Triton does not permit listing, loading or unloading its models."""
-    STUB_DEAD = Treatment(
-        "stub_dead",
-        UnavailableError,
-        "The model's process has died; it is being restarted.",
-        5,
-        failover=True,
-    )
+    STUB_DEAD = Treatment("stub_dead", UnavailableError, "The model's process has died.", 5, failover=True)
     """The model's process is dead, though Triton still calls the model ready."""
     SILENT = Treatment("silent", UnavailableError, "The model stopped answering.", 5, failover=True)
     """Nothing came for longer than the heartbeat interval allows."""

@@ -182,6 +182,11 @@ def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repe
     assert [fault for fault in Fault if fault.value.same_replica] == [Fault.CHANNEL_LOST]
 
 
+def test_no_restart_is_promised() -> None:
+    """Behind `serve` nobody may start a dead process again."""
+    assert not [fault for fault in Fault if "restart" in fault.value.message]
+
+
 async def test_a_refused_grammar_is_blamed_on_the_field_that_it_came_from() -> None:
     tools = (Tool(name=name, description=None, parameters={}, place=at) for at, name in enumerate("ab"))
     offer = ToolOffer(tools=tuple(tools))
