@@ -187,9 +187,13 @@ def _models(_context: click.Context, _parameter: click.Parameter, given: Sequenc
     models: dict[str, str] = {}
     for each in given:
         name, _, claim = each.partition("=")
-        if not (_MODEL.fullmatch(name) and _CLAIM.fullmatch(claim)):
+        if not (_MODEL.fullmatch(name) and claim):
             raise click.BadParameter(
                 f"{each!r} is not NAME=CLAIM, a model's name and the volume claim with its checkpoint"
+            )
+        if not _CLAIM.fullmatch(claim):
+            raise click.BadParameter(
+                f"{claim!r} is no name of a volume claim: these have lower-case letters, digits, - and ."
             )
         if name in models:
             raise click.BadParameter(f"{name} is there twice")

@@ -1,8 +1,10 @@
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import jsonschema
@@ -283,13 +285,27 @@ def test_files_are_replaced_and_what_is_left_is_named(tmp_path: Path) -> None:
     assert "Not a directory" in third.output
 
 
+@pytest.mark.parametrize("page", ["kubernetes.md", "kubernetes.zh.md"])
+def test_the_printed_example_works_as_it_stands(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (MANIFESTS.parents[1] / "docs" / page).read_text(encoding="utf-8")
+    (example,) = re.findall(r"`tritongate (deploy --model [^`]+)`", text)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, split(example))
+    assert done.exit_code == 0, done.output
+    (out,) = tmp_path.iterdir()
+    assert f"`kubectl apply -f {out.name}`" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((), "Missing option '--model'"),
         (("--model", "m"), "NAME=CLAIM"),
         (("--model", "m/n=c"), "NAME=CLAIM"),
-        (("--model", "m=C"), "NAME=CLAIM"),
+        (("--model", "m=C"), "'C' is no name of a volume claim"),
+        (("--model", "m="), "NAME=CLAIM"),
         (("--model", "m=a", "--model", "m=b"), "m is there twice"),
         (("--model", "m=c", "--instances", "3:2"), "MIN:MAX"),
         (("--model", "m=c", "--instances", "0"), "MIN:MAX"),
