@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
@@ -165,9 +166,11 @@ def _count(value: Any) -> int:
     return value
 
 
-def fit(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX_RUNNING) -> Sizing:
+def fit(
+    shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX_RUNNING, int4: bool = False
+) -> Sizing:
     """Return how a model of `shape` uses `gpu_bytes` of memory."""
-    weights, steps = shape.weight_bytes(item_bytes), shape.step_bytes(item_bytes, max_running)
+    weights, steps = shape.weight_bytes(item_bytes, int4=int4), shape.step_bytes(item_bytes, max_running)
     token = shape.kv_bytes(item_bytes)
     left = int(max(0, gpu_bytes - weights - steps) * GPU_SHARE)
     most = max_running * -(-shape.context // BLOCK_TOKENS)
@@ -175,6 +178,35 @@ def fit(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int = MAX
     return Sizing(
         weights=weights, steps=steps, kv_cache=blocks * BLOCK_TOKENS * token, kv_token=token, blocks=blocks
     )
+
+
+def advice(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int) -> str:
+    """Return with which flags a model fits that does not without: fewer sequences at once, or int4."""
+    fitted = partial(fit, shape, gpu_bytes=gpu_bytes, item_bytes=item_bytes)
+
+    def most(*, int4: bool) -> int:
+        """Return how many sequences can run with a KV block each."""
+        return bisect_left(
+            range(1, max_running + 1),
+            True,  # noqa: FBT003 - of the key
+            key=lambda running: fitted(max_running=running, int4=int4).blocks < running,
+        )
+
+    plain, small = most(int4=False), most(int4=True)
+    smallest = fitted(max_running=small or 1, int4=True)
+    if not small:
+        taken = (smallest.weights + smallest.steps) / GIB
+        return (
+            "Nor does it with `up --quantization int4 --max-running 1`, "
+            f"which takes {taken:.2f} GiB without a KV cache."
+        )
+    ways = [f"`up --max-running {plain}`"] * bool(plain)
+    given = fitted(max_running=max_running)
+    if not plain or given.weights > given.steps:
+        fewer = f" --max-running {small}" if small < max_running else ""
+        weights = smallest.weights / GIB
+        ways.append(f"`up --quantization int4{fewer}`, whose weights take {weights:.2f} GiB")
+    return f"It does with {', or with '.join(ways)}."
 
 
 @click.command(short_help="Estimate what fits a GPU.")
@@ -200,9 +232,8 @@ def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> No
     if math.isnan(gpu_memory):
         raise click.BadParameter("nan is no number", param_hint="--gpu-memory")
     shape = read_shape(directory)
-    sizing = fit(
-        shape, gpu_bytes=int(gpu_memory * GIB), item_bytes=ITEM_BYTES[dtype], max_running=max_running
-    )
+    gpu_bytes, item_bytes = int(gpu_memory * GIB), ITEM_BYTES[dtype]
+    sizing = fit(shape, gpu_bytes=gpu_bytes, item_bytes=item_bytes, max_running=max_running)
     click.echo(f"weights   {sizing.weights / GIB:8.2f} GiB  {dtype}")
     click.echo(f"steps     {sizing.steps / GIB:8.2f} GiB  estimated, for {max_running} sequences at once")
     click.echo(
@@ -210,11 +241,8 @@ def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> No
         f"{sizing.kv_token:,} bytes a token"
     )
     if not sizing.blocks:
-        int4 = shape.weight_bytes(ITEM_BYTES[dtype], int4=True) / GIB
-        click.echo(
-            f"It does not fit a GPU of {gpu_memory:g} GiB in {dtype}; "
-            f"`up --quantization int4` takes {int4:.2f} GiB for the weights."
-        )
+        click.echo(f"It does not fit a GPU of {gpu_memory:g} GiB in {dtype}.")
+        click.echo(advice(shape, gpu_bytes=gpu_bytes, item_bytes=item_bytes, max_running=max_running))
         sys.exit(1)
     # The longest is what both the model and the cache allow.
     longest = min(shape.context, sizing.blocks * BLOCK_TOKENS)

@@ -1,6 +1,7 @@
 """The gateway's arithmetic is the engine's, which it may not import."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,43 @@ def test_the_command(tmp_path: Path) -> None:
     assert status == 0
     assert "weights" in text
     assert "sequences at once" in text
-    status, text = run("--model", str(GOLDEN / "chatglm3"), "--gpu-memory", "0.1")
-    assert (status, "does not fit a GPU of 0.1 GiB in bfloat16; `up --quantization int4` " in text) == (
-        1,
-        True,
-    )
     status, text = run("--model", str(tmp_path), "--gpu-memory", "24")
     assert (status, "config.json: No such file" in text) == (1, True)
+
+
+def advice(gpu_gib: float, shape: Shape = CHATGLM3_6B, max_running: int = 512) -> str:
+    return sizing.advice(shape, gpu_bytes=int(gpu_gib * GIB), item_bytes=2, max_running=max_running)
+
+
+def test_where_steps_are_too_large_fewer_sequences_are_advised() -> None:
+    demo = read_shape(GOLDEN / "chatglm3")
+    one, most = demo.step_bytes(2, 1), demo.step_bytes(2, 2**20)
+    found = re.fullmatch(
+        r"It does with `up --max-running (\d+)`.", advice((one + most) / 2 / GIB, demo, 2**20)
+    )
+    assert found
+    assert 2**18 < int(found[1]) < 2**20
+    gpu = int((one + most) / 2)
+    for running, fits in ((int(found[1]), True), (int(found[1]) + 1, False)):
+        blocks = size(demo, gpu_bytes=gpu, item_bytes=2, max_running=running).blocks
+        assert (blocks >= running) == fits
+
+
+def test_where_weights_are_too_large_int4_is_advised() -> None:
+    assert advice(12) == "It does with `up --quantization int4`, whose weights take 3.46 GiB."
+    assert re.fullmatch(
+        r"It does with `up --max-running \d+`, or with `up --quantization int4`, whose .*", advice(14)
+    )
+    assert re.fullmatch(r"It does with `up --quantization int4 --max-running \d+`, whose .*", advice(6))
+
+
+def test_where_nothing_helps_no_flag_is_advised() -> None:
+    status, text = run("--model", str(GOLDEN / "chatglm3"), "--gpu-memory", "0.5")
+    assert status == 1
+    assert text.splitlines()[-2:] == [
+        "It does not fit a GPU of 0.5 GiB in bfloat16.",
+        "Nor does it with `up --quantization int4 --max-running 1`, which takes 0.81 GiB without a KV cache.",
+    ]
 
 
 def test_a_name_of_the_hub_is_refused_as_up_does() -> None:
