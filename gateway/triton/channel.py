@@ -100,6 +100,8 @@ class DeltaChannel:
         """The id of the channel that is open now, new at each opening."""
         self.last_frame = -1
         """Number of the newest frame received."""
+        self.delivered_at = -math.inf
+        """When the newest one with deltas was, on the event loop's clock."""
 
     def start(self, channels: Channels) -> None:
         """Open the channel, and open it again whenever it is lost, until it is retired or closed."""
@@ -317,6 +319,8 @@ class DeltaChannel:
         now = self._loop.time()
         buffers, metas, fresh = self._buffers, frame.metas, self._fresh
         ids = frame.ids
+        if frame.streams:
+            self.delivered_at = now
         for place, (stream, text, tokens) in enumerate(
             zip(frame.streams, frame.texts, frame.tokens, strict=True)
         ):

@@ -216,15 +216,22 @@ class Replica:
 
         Returns whether it may be down: the next probe tells.
 
-        It stays selected if only a connection broke: the probe tells within milliseconds what it was. What
-        else failed might cost the next request its idle timeout.
+        It stays selected if only a connection broke: the probe tells within milliseconds what it was. So it
+        does if one request was silent while others had tokens. What else failed might cost the next request
+        its idle timeout.
         """
-        state = None if error.fault in _BROKEN else _STATE_AFTER.get(error.fault)
+        stays = error.fault in _BROKEN or (error.fault is Fault.SILENT and self._delivers())
+        state = None if stays else _STATE_AFTER.get(error.fault)
         if state is not None:
             self._become(state, error.detail)
-        if state is not None or error.fault in _BROKEN:
+        if state is not None or stays:
             self._suspected.set()
         return self.state is not ReplicaState.READY or error.fault in _BROKEN
+
+    def _delivers(self) -> bool:
+        """Whether the model sent tokens of late: it is busy then, and neither stuck nor away."""
+        now = asyncio.get_running_loop().time()
+        return now - self.channel.delivered_at < self._policy.probe_timeout_s / 2
 
     async def watch(self) -> None:
         """Probe for ever: at an interval while ready, otherwise with growing pauses; at once if suspected."""
@@ -244,12 +251,10 @@ class Replica:
                     await self._suspected.wait()
 
     async def _look(self) -> None:
-        frame = self.channel.last_frame
         try:
             self.report = await self._probe()
         except TritonError as error:
-            delivers = error.fault in _LATE and self.channel.last_frame > frame
-            if error.fault is Fault.QUEUE_FULL or delivers:
+            if error.fault is Fault.QUEUE_FULL or (error.fault in _LATE and self._delivers()):
                 return  # busy, not dead: the state stays
             if error.fault is Fault.STUB_DEAD:
                 # This fault is certain: requests there would hang until their deadline.

@@ -336,7 +336,7 @@ async def test_a_probe_that_is_late_while_deltas_come_shows_only_that_all_are_bu
         triton.model.probe = hanging()
         probes = triton.model.probes
         while triton.model.probes < probes + 4:
-            replica.channel.last_frame += 1
+            replica.channel.delivered_at = asyncio.get_running_loop().time()
             await asyncio.sleep(0.01)
             assert replica.state is ReplicaState.READY
         await becomes(replica, ReplicaState.STUCK)
@@ -461,6 +461,11 @@ async def test_a_suspicion_is_looked_into_at_once(triton: Any, fast: HealthPolic
         await becomes(replica, ReplicaState.READY)
         replica.suspect(TritonError(Fault.INVALID_REQUEST, "the client's own"))
         assert (suspected, replica.state) == (ReplicaState.STUCK, ReplicaState.READY)
+        replica.channel.delivered_at = asyncio.get_running_loop().time()
+        probes = triton.model.probes
+        assert not replica.suspect(TritonError(Fault.SILENT, "nothing came, but others had tokens"))
+        assert replica.state is ReplicaState.READY
+        await until(lambda: triton.model.probes > probes)
 
 
 class Elsewhere:
