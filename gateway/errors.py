@@ -36,7 +36,7 @@ class GatewayError(Exception):
     """The base: what a client is told, never a traceback, a path or a secret.
 
     `param` is the dotted path of the offending field. `retry_after_s` becomes the Retry-After header; None:
-    the class's.
+    the class's. `reason` is for the log: the label by which metrics count this error, if they do.
     """
 
     status: ClassVar[int] = 500
@@ -44,10 +44,18 @@ class GatewayError(Exception):
     code: ClassVar[str | None] = None
     retry_after_s: int | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        reason: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.reason = reason
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
 

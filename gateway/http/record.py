@@ -233,6 +233,12 @@ class RequestRecord:
         if self.error is None:
             self.error = error
 
+    def rejected(self, error: GatewayError, reason: str) -> GatewayError:
+        """Count that it was turned away before any work; return the error, with the reason for its line."""
+        self.metrics.rejected.labels(self.model, reason).inc()
+        error.reason = reason
+        return error
+
     def fail_unexpectedly(self) -> InternalError:
         """Log the exception that is being handled, and return what the client is told of it."""
         _log.exception("a request failed unexpectedly")
@@ -350,11 +356,9 @@ class Records:
         """
         drain = self._gateway.drain
         if drain.phase is not Phase.SERVING and not record.probe:
-            record.metrics.rejected.labels(UNKNOWN, "draining").inc()
-            raise shutting_down()
+            raise record.rejected(shutting_down(), "draining")
         if spare and not record.probe:
-            record.metrics.rejected.labels(UNKNOWN, "connections").inc()
-            raise too_many_connections()
+            raise record.rejected(too_many_connections(), "connections")
         drain.enter()
         record.resources.callback(drain.leave)
         if not (record.probe or record.method in _READS):
@@ -403,31 +407,26 @@ def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[s
     """Return the fields of a finished request's line; times are in milliseconds, with names in `_ms`."""
     line: dict[str, Any] = {
         "request_id": record.request_id,
+        "trace_id": record.trace.trace_id,
         "method": record.method,
         "route": route,
         "status": record.outcome,
         "duration_ms": _ms(duration_s),
+        "key": record.key_name,
+        "model": None if record.model == UNKNOWN else record.model,
+        "queued_ms": _ms(record.queued_s),
+        "waited_ms": None if record.queued_s is None else _ms(record.waited_s),
+        "ignored": ",".join(record.ignored) or None,
     }
-    if record.trace.trace_id is not None:
-        line["trace_id"] = record.trace.trace_id
-    if record.key_name is not None:
-        line["key"] = record.key_name
-    if record.model != UNKNOWN:
-        line["model"] = record.model
-    if record.queued_s is not None:
-        line |= {"queued_ms": _ms(record.queued_s), "waited_ms": _ms(record.waited_s)}
     if record.generates:
         line |= _generation(record)
-    if record.ignored:
-        line["ignored"] = ",".join(record.ignored)
     line |= _upstreams(record.trace)
-    if record.error is not None:
-        line["error"] = type(record.error).__name__
-        if record.error.param is not None:  # the message may quote what the client sent
-            line["param"] = record.error.param[:NAME_LIMIT]
+    if (error := record.error) is not None:  # its message may quote what the client sent
+        param = None if error.param is None else error.param[:NAME_LIMIT]
+        line |= {"error": type(error).__name__, "reason": error.reason, "param": param}
     if record.body is not None:
         line["body"] = record.body[:BODY_LIMIT_BYTES].decode(errors="replace")
-    return line
+    return {name: value for name, value in line.items() if value is not None}
 
 
 def failure_line(record: RequestRecord, route: str) -> str:
@@ -472,8 +471,7 @@ def _generation(record: RequestRecord) -> dict[str, Any]:
     }
     timings = record.timings()
     for name in ("engine_queued_ms", "first_token_ms", "generation_ms"):
-        if (measured := getattr(timings, name)) is not None:
-            line[name] = measured
+        line[name] = getattr(timings, name)
     if record.finish_reasons:
         # Each reason once, in the order of the choices.
         reasons = dict.fromkeys(reason for _, reason in sorted(record.finish_reasons.items()))

@@ -55,13 +55,13 @@ def check_limits(gateway: Gateway, record: RequestRecord, admission: Admission) 
             use.check()
         reason = "queue_full"
         admission.check()
-    except RateLimitError:
+    except RateLimitError as error:
         if use is not None and reason == "queue_full":
             use.refused()
         served = gateway.models(record.key_name)
         if len(served) == 1:
             record.model = served[0].id
-        record.metrics.rejected.labels(record.model, reason).inc()
+        record.rejected(error, reason)
         raise
 
 
@@ -299,8 +299,8 @@ class RunningRequest(AsyncIterator[Event]):
             return
         try:
             taken = use.begin(answers)
-        except RateLimitError:
-            record.metrics.rejected.labels(record.model, "key_limit").inc()
+        except RateLimitError as error:
+            record.rejected(error, "key_limit")
             raise
         record.resources.callback(lambda: use.end(taken, record.tokens))
 
@@ -314,7 +314,7 @@ class RunningRequest(AsyncIterator[Event]):
             with self._record.trace.part("admission"):
                 taken = await self._race(admission.acquire(permits))
         except tuple(_REJECTED) as error:
-            metrics.rejected.labels(model, _REJECTED[type(error)]).inc()
+            self._record.rejected(error, _REJECTED[type(error)])
             raise
         finally:
             self._record.queued_s = perf_counter() - began

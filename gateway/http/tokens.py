@@ -72,5 +72,5 @@ async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str 
     card = gateway.model(name, record.key_name)
     record.model = card.id
     if card.chat_format is None:
-        raise UnavailableError(f"The model {card.id} has not been reached yet.")
+        raise UnavailableError(f"The model {card.id} has not been reached yet.", reason="not_ready")
     return respond_with(tokenizer_info(card.chat_format, card.max_context, card.vocabulary))

@@ -391,7 +391,7 @@ def _is_known(card: ModelCard) -> bool:
 
 
 def _not_reached(card: ModelCard) -> UnavailableError:
-    return UnavailableError(f"The model {card.id} has not been reached yet.")
+    return UnavailableError(f"The model {card.id} has not been reached yet.", reason="not_ready")
 
 
 def _names(card: ModelCard, names: Sequence[str]) -> Sequence[str]:

@@ -337,7 +337,7 @@ class Drain:
 
 def shutting_down() -> UnavailableError:
     """Return the error for requests during a drain."""
-    return UnavailableError("The gateway is shutting down.")
+    return UnavailableError("The gateway is shutting down.", reason="draining")
 
 
 def too_many_connections() -> UnavailableError:

@@ -171,11 +171,12 @@ class ModelControl:
         end = asyncio.get_running_loop().time() + _ANSWERS_WITHIN_S
         while not await replica.ready_within(_POLL_ANSWER_S):
             if (await client.repository()).get(model) in UNLOADED_AGAIN:
-                raise UnavailableError(f"The model {model!r} was unloaded again.")
+                raise UnavailableError(f"The model {model!r} was unloaded again.", reason="unloaded")
             if asyncio.get_running_loop().time() > end:
                 raise UnavailableError(
                     f"The model {model!r} is loaded, but does not answer ({replica.reason}); "
-                    "it may have to be reloaded."
+                    "it may have to be reloaded.",
+                    reason="not_ready",
                 )
 
     async def _unload_on(self, model: str, backend: Backend, reason: UnloadReason) -> EntriesChanged:

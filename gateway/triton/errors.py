@@ -40,7 +40,7 @@ class Treatment:
     """What a fault means for the client, for the choice of replicas, and for metrics."""
 
     code: str
-    """The label `code` of `tritongate_upstream_errors_total`."""
+    """The label `code` of `tritongate_upstream_errors_total`, and `reason` in a request's log line."""
     error: type[GatewayError]
     message: str
     """For the client, unless the upstream's refusal has a message of its own."""
@@ -284,7 +284,9 @@ class TritonError(Exception):
             param = request.grammar_field(None if part is None else part.tool, text=about_text)
         elif isinstance(request, Generation) and self.fault is Fault.INVALID_REQUEST:
             param = _field_in(self.message, request)
-        return treatment.error(self.message, param=param, retry_after_s=treatment.retry_after_s)
+        return treatment.error(
+            self.message, param=param, retry_after_s=treatment.retry_after_s, reason=self.fault.code
+        )
 
 
 def _field_in(message: str, request: Generation) -> str | None:

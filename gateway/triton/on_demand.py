@@ -62,7 +62,7 @@ class _Wish:
     def __init__(self) -> None:
         self.waiting = 0
         self.over = asyncio.Event()
-        self.error: UnavailableError | None = None
+        self.error: GatewayError | None = None
         """Why it is not loaded; None after `over`: it may take requests."""
         self.reason = "its turn has not come"
         self.moved = False
@@ -172,6 +172,7 @@ class OnDemand:
         return UnavailableError(
             f"The model {model!r} was not loaded in time: {wish.reason}.",
             retry_after_s=max(1, math.ceil(self._policy.min_loaded_s)),
+            reason=Fault.NOT_READY.code,
         )
 
     def _takes_requests(self, model: str) -> bool:
@@ -445,6 +446,7 @@ class OnDemand:
         sent = UnavailableError(
             f"The model {model!r} could not be loaded; the gateway's log says why.",
             retry_after_s=math.ceil(_FAILED_FOR_S),
+            reason=Fault.NOT_READY.code,
         )
         self._failed[model] = asyncio.get_running_loop().time() + _FAILED_FOR_S, sent
         wish = self._wishes.get(model)
@@ -467,13 +469,11 @@ class OnDemand:
 
     def _end(self, model: str, error: GatewayError | None) -> None:
         """Let those that wait for `model` go on, or fail with `error`."""
-        wish = self._wishes.pop(model, None)
-        if wish is None:
+        if (wish := self._wishes.pop(model, None)) is None:
             return
         if error is None:
             self._failed.pop(model, None)
-        else:
-            wish.error = UnavailableError(error.message, retry_after_s=error.retry_after_s)
+        wish.error = error
         wish.over.set()
 
 

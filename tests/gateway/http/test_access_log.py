@@ -4,16 +4,20 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from msgspec import structs
 
+from gateway.app import create_app
 from gateway.core.events import Delta, Event
 from gateway.core.request import Generation
 from gateway.http.record import BODY_LIMIT_BYTES
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.tracing import current_trace
+from gateway.triton.errors import Fault, TritonError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_choices
-from tests.gateway.serving import CHAT, MESSAGES, Served, in_process
+from tests.gateway.serving import CHAT, MESSAGES, Served, in_process, settings, until
+from tests.ports import free_ports
 
 SECRET = "sk-very-secret"
 PROMPT = "tell nobody about the harbour"
@@ -114,6 +118,50 @@ async def test_the_tritons_of_several_prompts(capsys: pytest.CaptureFixture[str]
     (line,) = lines(capsys)
     # Each Triton that answered once, in the order of the prompts; the most tries that any prompt needed.
     assert (line["upstream"], line["attempts"]) == ("a:1,c:1", 3)
+
+
+@pytest.mark.parametrize("fault", [Fault.SILENT, Fault.NOT_READY, Fault.UNREACHABLE, Fault.INTERNAL])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_has_the_code_of_metrics(
+    capsys: pytest.CaptureFixture[str], fault: Fault, *, stream: bool
+) -> None:
+    async def fail(_: Generation) -> AsyncIterator[Event]:
+        raise TritonError(fault, "secret").to_gateway()
+        yield
+
+    configure_logging("info")
+    async with in_process(FakeUpstream(fail), api_keys=KEYS) as served:
+        await ask(served, stream=stream)
+    (line,) = lines(capsys)
+    assert (line["error"], line["reason"]) == (fault.value.error.__name__, fault.code)
+    assert "secret" not in str(line)
+
+
+async def test_a_request_without_a_triton_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    app = create_app(settings(upstreams=f"127.0.0.1:{free_ports(1)[0]}", models="glm"))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http,
+    ):
+        await until(
+            lambda: {each.state for _, each in app.state.gateway.upstream.replicas()} == {"unreachable"}
+        )
+        await http.post(CHAT, json={"model": "glm", "messages": MESSAGES})
+    (line,) = lines(capsys)
+    assert (line["status"], line["reason"]) == (503, "unreachable")
+
+
+async def test_a_request_turned_away_has_the_reason_of_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=[KEYS[0] | {"requests_per_minute": 1}]) as served:
+        await ask(served)
+        await ask(served)
+        assert served.metric("requests_rejected_total", model="unknown", reason="key_limit") == 1
+        served.gateway.drain.begin()
+        await ask(served)
+        assert served.metric("requests_rejected_total", model="unknown", reason="draining") == 1
+    assert [line.get("reason") for line in lines(capsys)] == [None, "key_limit", "draining"]
 
 
 async def test_the_reasons_of_several_choices(capsys: pytest.CaptureFixture[str]) -> None:
