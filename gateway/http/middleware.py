@@ -109,6 +109,7 @@ class RecordMiddleware:
         async with self._records.opened(
             method=method,
             headers=Headers(scope=scope),
+            client=scope["client"][0] if scope.get("client") else None,
             route=lambda: getattr(scope.get("route"), "path", UNKNOWN),
             probe=scope["path"] in _PROBES,
         ) as record:

@@ -175,6 +175,8 @@ class RequestRecord:
     deadline: float
     metrics: Metrics
     resources: AsyncExitStack
+    client: str | None = None
+    """The address that it came from, a proxy's behind one; None: unknown."""
     path: str = UNKNOWN
     """Of HTTP, without the query."""
     probe: bool = False
@@ -312,15 +314,22 @@ class Records:
 
     @asynccontextmanager
     async def opened(
-        self, *, method: str, headers: Mapping[str, str], route: Callable[[], str], probe: bool = False
+        self,
+        *,
+        method: str,
+        headers: Mapping[str, str],
+        client: str | None,
+        route: Callable[[], str],
+        probe: bool = False,
     ) -> AsyncIterator[RequestRecord]:
         """Keep a request's record for a block, and release everything that the request held behind it.
 
         Args:
             method: HTTP's, or `GRPC`.
             headers: the request's, by lower-case names.
+            client: see `RequestRecord`, as `probe`.
             route: returns the route that it took, for metrics; called when it is over.
-            probe: see `RequestRecord`.
+            probe: whether machines poll it.
         """
         gateway = self._gateway
         async with AsyncExitStack() as resources:
@@ -331,6 +340,7 @@ class Records:
                 deadline=asyncio.get_running_loop().time() + gateway.settings.request_timeout_s,
                 metrics=gateway.metrics,
                 resources=resources,
+                client=client,
                 probe=probe,
                 trace=Trace() if probe else gateway.tracing.begin(method, headers),
             )
@@ -376,26 +386,19 @@ class Records:
             if status == ClientGoneError.status:
                 metrics.client_cancels.labels(model).inc()
         if record.key_name is not None:
-            metrics.key_used(
-                record.key_name,
-                model,
-                status,
-                prompt=record.prompt_tokens,
-                generated=record.generated_tokens,
-            )
+            tokens = {"prompt": record.prompt_tokens, "generated": record.generated_tokens}
+            metrics.key_used(record.key_name, model, status, **tokens)
         end_span(record, route)
-        if record.error is None and status < HTTPStatus.BAD_REQUEST and not self._sampled():
+        settings = self._gateway.settings
+        if status < HTTPStatus.BAD_REQUEST and _dice.random() >= settings.log_sample:
             return
-        if self._gateway.settings.log_format == "plain":
+        if settings.log_format == "plain":
             if status >= HTTPStatus.BAD_REQUEST and status != ClientGoneError.status and not record.probe:
                 _log.warning("%s", failure_line(record, route))
             return
-        line = request_line(record, route, duration)
-        _log.log(logging.DEBUG if record.probe else logging.INFO, "request", extra=line)
-
-    def _sampled(self) -> bool:
-        """Decide at random whether a successful request gets its line; clients cannot influence it."""
-        return _dice.random() < self._gateway.settings.log_sample
+        level = logging.WARNING if status >= HTTPStatus.INTERNAL_SERVER_ERROR else logging.INFO
+        extra = request_line(record, route, duration)
+        _log.log(logging.DEBUG if record.probe else level, "request", extra=extra)
 
 
 def _accept_request_id(given: str | None) -> str:
@@ -408,6 +411,7 @@ def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[s
     line: dict[str, Any] = {
         "request_id": record.request_id,
         "trace_id": record.trace.trace_id,
+        "client": record.client,
         "method": record.method,
         "route": route,
         "status": record.outcome,
@@ -417,6 +421,7 @@ def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[s
         "queued_ms": _ms(record.queued_s),
         "waited_ms": None if record.queued_s is None else _ms(record.waited_s),
         "ignored": ",".join(record.ignored) or None,
+        "body": None if record.body is None else record.body[:BODY_LIMIT_BYTES].decode(errors="replace"),
     }
     if record.generates:
         line |= _generation(record)
@@ -424,8 +429,6 @@ def request_line(record: RequestRecord, route: str, duration_s: float) -> dict[s
     if (error := record.error) is not None:  # its message may quote what the client sent
         param = None if error.param is None else error.param[:NAME_LIMIT]
         line |= {"error": type(error).__name__, "reason": error.reason, "param": param}
-    if record.body is not None:
-        line["body"] = record.body[:BODY_LIMIT_BYTES].decode(errors="replace")
     return {name: value for name, value in line.items() if value is not None}
 
 
@@ -464,29 +467,26 @@ def end_span(record: RequestRecord, route: str) -> None:
 
 
 def _generation(record: RequestRecord) -> dict[str, Any]:
-    line: dict[str, Any] = {
+    timings = record.timings()
+    # Each reason once, in the order of the choices.
+    reasons = dict.fromkeys(reason for _, reason in sorted(record.finish_reasons.items()))
+    return {
         "stream": record.stream,
         "prompt_tokens": record.prompt_tokens,
         "generated_tokens": record.generated_tokens,
+        "engine_queued_ms": timings.engine_queued_ms,
+        "first_token_ms": timings.first_token_ms,
+        "generation_ms": timings.generation_ms,
+        "finish_reason": ",".join(reasons) or None,
     }
-    timings = record.timings()
-    for name in ("engine_queued_ms", "first_token_ms", "generation_ms"):
-        line[name] = getattr(timings, name)
-    if record.finish_reasons:
-        # Each reason once, in the order of the choices.
-        reasons = dict.fromkeys(reason for _, reason in sorted(record.finish_reasons.items()))
-        line["finish_reason"] = ",".join(reasons)
-    return line
 
 
 def _upstreams(trace: Trace) -> dict[str, Any]:
     """Return the Tritons that answered or failed last, and the most attempts that any prompt needed."""
     called = [calls for calls in trace.calls if calls]
-    if not called:
-        return {}
     # Each Triton once, even with several prompts.
     last = dict.fromkeys(calls[-1] for calls in called)
-    return {"upstream": ",".join(last), "attempts": max(map(len, called))}
+    return {"upstream": ",".join(last) or None, "attempts": max(map(len, called), default=None)}
 
 
 @overload

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from io import BytesIO
 from time import perf_counter
 from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -187,7 +188,7 @@ class GrpcServer:
         """Tell a probe whether requests will be served, whichever service it names: Triton does so, too."""
         headers, route = _metadata_of(context), f"/{_HEALTH}/Check"
         async with self._records.opened(
-            method="GRPC", headers=headers, route=lambda: route, probe=True
+            method="GRPC", headers=headers, client=_client_of(context), route=lambda: route, probe=True
         ) as record:
             await self._records.admit(record)
             record.status = HTTPStatus.OK
@@ -273,7 +274,11 @@ class GrpcServer:
         metadata = _metadata_of(context)
         route = f"/{_SERVICE}/{name}"
         async with self._records.opened(
-            method="GRPC", headers=metadata, route=lambda: route, probe=name in _PROBES
+            method="GRPC",
+            headers=metadata,
+            client=_client_of(context),
+            route=lambda: route,
+            probe=name in _PROBES,
         ) as record:
             try:
                 await self._records.admit(record)
@@ -341,6 +346,12 @@ class GrpcServer:
 
 def _metadata_of(context: Any) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+
+
+def _client_of(context: Any) -> str | None:
+    """Return the peer's address, which gRPC writes as `ipv4:192.0.2.7:4711` or `ipv6:%5B::1%5D:4711`."""
+    kind, _, address = unquote(context.peer()).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 def _release(unsent: set[ExitStack]) -> None:

@@ -203,6 +203,7 @@ def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -
             ws="none",
             lifespan="on",
             access_log=False,
+            proxy_headers=False,  # whoever is on this machine could write any address into the log
             log_config=None,
             server_header=False,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),

@@ -16,7 +16,7 @@ from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.tracing import current_trace
 from gateway.triton.errors import Fault, TritonError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_choices
-from tests.gateway.serving import CHAT, MESSAGES, Served, in_process, settings, until
+from tests.gateway.serving import CHAT, MESSAGES, Served, in_process, on_socket, settings, until
 from tests.ports import free_ports
 
 SECRET = "sk-very-secret"
@@ -62,6 +62,7 @@ async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], 
         "message": "request",
         "request_id": answer.headers["x-request-id"],
         "trace_id": TRACE_ID,
+        "client": "127.0.0.1",
         "method": "POST",
         "route": CHAT,
         "status": 200,
@@ -162,6 +163,28 @@ async def test_a_request_turned_away_has_the_reason_of_metrics(capsys: pytest.Ca
         await ask(served)
         assert served.metric("requests_rejected_total", model="unknown", reason="draining") == 1
     assert [line.get("reason") for line in lines(capsys)] == [None, "key_limit", "draining"]
+
+
+async def test_the_servers_faults_are_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("warning")
+    upstream = FakeUpstream()
+    async with in_process(upstream, api_keys=KEYS) as served:
+        await ask(served)
+        await ask(served, temperature=9)
+        served.gateway.drain.begin()
+        await served.http.get("/health/ready")
+        await ask(served)
+    (line,) = lines(capsys)
+    assert (line["level"], line["status"]) == ("WARNING", 503)
+
+
+async def test_the_peers_address_whatever_a_header_says(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with on_socket(FakeUpstream()) as served:
+        headers = {"x-forwarded-for": "192.0.2.7", "forwarded": "for=192.0.2.7", "x-real-ip": "192.0.2.7"}
+        await served.http.get("/v1/models", headers=headers)
+    (line,) = lines(capsys)
+    assert line["client"] == "127.0.0.1"
 
 
 async def test_the_reasons_of_several_choices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import logging
 import queue
 import time
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -26,7 +28,7 @@ from gateway.errors import (
     UnavailableError,
     UpstreamProtocolError,
 )
-from gateway.kserve.grpc import GrpcServer
+from gateway.kserve.grpc import GrpcServer, _client_of
 from gateway.limits.admission import Pacing
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
 from tests.gateway.kserve.legacy import VALUES, echo, over_grpc, question
@@ -42,6 +44,27 @@ async def refusal(call: Any) -> tuple[Any, str]:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return raised.value.code(), raised.value.details() or ""
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        ("ipv4:192.0.2.7:4711", "192.0.2.7"),
+        ("ipv6:%5B2001:db8::1%5D:4711", "2001:db8::1"),
+        ("unix:/run/socket", None),
+    ],
+)
+def test_the_address_of_a_peer(peer: str, client: str | None) -> None:
+    assert _client_of(SimpleNamespace(peer=lambda: peer)) == client
+
+
+async def test_a_line_has_the_peers_address(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gateway.access")
+    async with over_grpc(FakeUpstream(echo)) as (served, stub, _):
+        await stub.ModelInfer(question(), metadata=[("x-forwarded-for", "192.0.2.7")])
+        await served.until_idle()
+    (line,) = (vars(record) for record in caplog.records if record.name == "gateway.access")
+    assert line["client"] == "127.0.0.1"
 
 
 async def test_a_question_is_answered_and_counted() -> None:
