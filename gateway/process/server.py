@@ -146,7 +146,8 @@ def run(
     Raises:
         ListenError: an address cannot be listened on.
     """
-    configure_logging(settings.log_level, settings.log_format)
+    number = None if place is None else place.number
+    configure_logging(settings.log_level, settings.log_format, worker=number)
     with contextlib.closing(listeners):
         if place is None:  # else whoever made the place has seen to it
             listen_gateway([listeners])

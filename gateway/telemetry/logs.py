@@ -1,4 +1,4 @@
-"""Log lines on standard error, each with the ids of its request and its trace.
+"""Log lines on standard error, each with the ids of its request and its trace, and its process's number.
 
 Answers and keys are never logged, and prompts only if `log_prompts` is set (`gateway.http.record`): no other
 code in this package passes them to a logger.
@@ -20,12 +20,18 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the request that the current task serves."""
 
 
-class _AddRequestId(logging.Filter):
+class _AddContext(logging.Filter):
+    def __init__(self, worker: int | None) -> None:
+        super().__init__()
+        self._worker = worker
+
     def filter(self, record: logging.LogRecord) -> bool:
         if (trace := current_trace.get()) is not None and trace.trace_id is not None:
             record.trace_id = trace.trace_id
         if not hasattr(record, "request_id") and (current := request_id.get()) is not None:
             record.request_id = current
+        if not hasattr(record, "worker") and self._worker is not None:
+            record.worker = self._worker
         return True
 
 
@@ -50,15 +56,16 @@ def _json_formatter() -> JsonFormatter:
     )
 
 
-def configure_logging(level: str, form: str = "json") -> None:
+def configure_logging(level: str, form: str = "json", *, worker: int | None = None) -> None:
     """Send every logger's lines of `level` and above to standard error, replacing earlier handlers.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
         form: `json`; `text` for people; `plain`, the same without time and logger.
+        worker: this process's number, where several serve; None: it is the only one, or serves nothing.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_AddRequestId())
+    handler.addFilter(_AddContext(worker))
     handler.setFormatter(
         _json_formatter() if form == "json" else _TextFormatter(_TEXT if form == "text" else _PLAIN)
     )

@@ -216,7 +216,8 @@ async def test_a_signal_lets_running_requests_of_all_end(
     assert all(map(is_whole, await asyncio.gather(*streams)))
     async with asyncio.timeout(60):
         assert await gateway.process.wait() == 0
-    assert not [line for line in (tmp_path / "log").read_text().splitlines() if not line.startswith("{")]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert {line["worker"] for line in lines if line["message"] == "request"} == {0, 1}
 
 
 async def test_a_second_signal_ends_all_at_once(gateway: Gateway, triton: FakeTriton) -> None:

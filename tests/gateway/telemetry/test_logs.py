@@ -18,4 +18,12 @@ def test_lines_are_json_with_the_request_id(capsys: pytest.CaptureFixture[str]) 
     assert (first["level"], first["logger"], first["message"]) == ("WARNING", "any", "提示 x")
     assert (first["request_id"], first["model"]) == ("r1", "m")
     assert first["time"].endswith("+00:00")
-    assert "request_id" not in second
+    assert not {"request_id", "worker"} & second.keys()
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_lines_of_one_of_several_processes_say_which(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", worker=0)
+    logging.getLogger("any").info("told")
+    logging.getLogger("any").info("of another", extra={"worker": 1})
+    assert [json.loads(line)["worker"] for line in capsys.readouterr().err.splitlines()] == [0, 1]
