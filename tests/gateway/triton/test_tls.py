@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ from gateway.triton.client import Client, Tls
 from gateway.triton.errors import TritonError
 from gateway.triton.resolver import client_tls
 from tests.gateway.certificates import Files, self_signed
+from tests.gateway.process.two_workers import TRITONGATE
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, infer_request, until
+from tests.tied import tied
 
 
 @asynccontextmanager
@@ -52,6 +55,24 @@ async def test_a_server_must_be_who_it_was_asked_for(tmp_path: Path) -> None:
         assert not await reached(triton, Tls(files))  # its address is not in the certificate
         assert not await reached(triton, Tls(TlsFiles(other.cert), "triton.internal"))
         assert not await reached(triton, None)
+
+
+async def test_the_log_has_no_lines_of_grpcs_library(tmp_path: Path) -> None:
+    server, other = self_signed(tmp_path, "server", "DNS:localhost"), self_signed(tmp_path, "other")
+    async with speaking_tls(server) as triton:
+        flags = ("--upstreams", triton.address, "--upstream-ca", other.cert, "--models", "m", "--port", "0")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+        serving = await asyncio.create_subprocess_exec(
+            *tied(TRITONGATE, "serve", *flags), env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        assert serving.stderr is not None
+        lines: list[str] = []
+        async with asyncio.timeout(60):
+            while not any("unreachable" in line for line in lines):
+                lines.append((await serving.stderr.readline()).decode())
+        serving.terminate()
+        rest, _ = (await serving.stderr.read()).decode().splitlines(), await serving.wait()
+    assert not [line for line in (*lines, *rest) if not line.startswith("{")]
 
 
 async def test_a_pool_asks_addresses_of_a_name_for_that_name(tmp_path: Path, serve: Any) -> None:
