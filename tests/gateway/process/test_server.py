@@ -133,7 +133,10 @@ def test_a_second_signal_ends_at_once_and_in_order() -> None:
         while server.get("/health/ready").status_code != 503:
             assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGTERM)
-        assert server.end() == (128 + signal.SIGTERM, "")
+        status, errors = server.end()
+        assert status == 128 + signal.SIGTERM
+        line = json.loads(errors)  # nothing but the stream that was cut short
+        assert (line["message"], line["status"], line["reason"]) == ("request", 503, "draining")
         assert stream.whole()[-1] == "data: [DONE]"
 
 
