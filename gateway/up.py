@@ -400,8 +400,8 @@ def run_up(
 ) -> int:
     """Run Tritons and, once one is ready, `serve` in front of all; return the process's exit status.
 
-    SIGTERM and SIGINT stop Tritons that are still starting; while `serve` runs, it handles them. One that
-    comes while Tritons stop ends this process at once, and them a little later.
+    SIGTERM, SIGINT and SIGHUP stop Tritons that are still starting; while `serve` runs, it handles them. One
+    that comes while Tritons stop ends this process at once, and them a little later.
 
     Args:
         replicas: the Tritons (see `plan_replicas`).
@@ -433,14 +433,14 @@ def run_up(
 
 
 def _interrupted() -> contextlib.AbstractContextManager[None]:
-    """Have SIGTERM and SIGINT raise KeyboardInterrupt."""
+    """Have the signals that end this process raise KeyboardInterrupt."""
     return _handled(signal.default_int_handler)
 
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, types.FrameType | None], object]) -> Iterator[None]:
-    """Handle SIGTERM and SIGINT so, unless they are ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Handle SIGTERM, SIGINT and SIGHUP so, unless they are ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     for number, usual in before.items():
         if usual is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -38,7 +38,7 @@ _VARIABLES: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 _END_WITHIN_S = 10.0
 """How long a successor that is not ready in time may take to end."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 _log = logging.getLogger(__name__)
 
@@ -203,10 +203,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[asyncio.Queue[int]]:
-    """Collect SIGTERM, SIGINT and SIGUSR2 in a queue."""
+    """Collect SIGTERM, SIGINT, SIGUSR2 and, unless it is ignored as under nohup, SIGHUP in a queue."""
     loop = asyncio.get_running_loop()
     caught: asyncio.Queue[int] = asyncio.Queue()
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
     for number in before:
         loop.add_signal_handler(number, caught.put_nowait, number)
     try:
@@ -245,6 +247,13 @@ async def until_stopped(signals: "asyncio.Queue[int]", hand_over: HandOver | Non
 async def next_end(signals: "asyncio.Queue[int]") -> int:
     """Return the next signal that ends this process."""
     while (number := await signals.get()) == signal.SIGUSR2:
+        pass
+    return number
+
+
+async def second_end(signals: "asyncio.Queue[int]") -> int:
+    """Return the next signal that cuts a drain short: no SIGHUP, as one lost terminal may send two."""
+    while (number := await next_end(signals)) == signal.SIGHUP:
         pass
     return number
 

@@ -3,9 +3,10 @@
 uvicorn speaks HTTP; signals and draining are ours, because on SIGTERM uvicorn refuses connections at once, so
 clients would not get a 503. Here the listener stays open until the last running request has ended.
 
-    first SIGTERM or SIGINT   503 for readiness and new requests; running ones have `drain_s` to finish, the
+    first SIGTERM, SIGINT or SIGHUP
+                              503 for readiness and new requests; running ones have `drain_s` to finish, the
                               rest then ends with an error; exit status 0
-    second one                end at once; exit status 128 + signal
+    second SIGTERM or SIGINT  end at once; exit status 128 + signal
     SIGUSR2                   another process takes over (see `handover.py`): no more connections; those there
                               are go on for `drain_s`, each until its next answer; exit status 0
 """
@@ -31,7 +32,7 @@ from gateway.http.record import Gateway
 from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
-from gateway.process.handover import HandOver, caught_signals, next_end, until_stopped
+from gateway.process.handover import HandOver, caught_signals, second_end, until_stopped
 from gateway.process.listeners import BACKLOG, Listeners, base_url, listen_gateway
 from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
@@ -254,7 +255,7 @@ async def _serve(
         leaving = _leave(app, server, grpc_server, settings.drain_s) if stop.result() else None
         drain = app.state.gateway.drain
         draining = asyncio.create_task(leaving or _drain(drain, settings.drain_s))
-        second = asyncio.create_task(next_end(signals))
+        second = asyncio.create_task(second_end(signals))
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         if second.done():
             draining.cancel()

@@ -39,7 +39,7 @@ from gateway.process.handover import (
     Inherited,
     caught_signals,
     hand_over,
-    next_end,
+    second_end,
     until_stopped,
 )
 from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
@@ -197,7 +197,7 @@ async def _run(
         beginning.cancel()
         for worker in workers:
             worker.end(signal.SIGUSR2 if handed_over else signal.SIGTERM)
-        second: asyncio.Future[Any] = asyncio.create_task(next_end(signals))
+        second: asyncio.Future[Any] = asyncio.create_task(second_end(signals))
         await asyncio.wait(
             [second, ended], timeout=settings.drain_s + _STUCK_S, return_when=asyncio.FIRST_COMPLETED
         )

@@ -245,18 +245,18 @@ os.kill(os.getpid(), 9)"""
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_it_starts_stops_it(number: int, tmp_path: Path) -> None:
     replica = child(f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); {UNTIL_EOF}")
-    # A shell's background job, which this run may be part of, inherits that SIGINT is ignored.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell's background job, which this run may be part of, inherits that a signal is ignored.
+    inherited = signal.signal(number, signal.default_int_handler)
     threading.Thread(target=_signal_once_written, args=(tmp_path / "pid", number), daemon=True).start()
     try:
         out = io.StringIO()
         assert run_up([replica], _must_not_serve, out) == 130
         assert out.getvalue() == "stopping\n"
     finally:
-        signal.signal(signal.SIGINT, inherited)
+        signal.signal(number, inherited)
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

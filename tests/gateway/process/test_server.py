@@ -81,7 +81,15 @@ def running(**settings: Any) -> Iterator[Process]:
         process.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture(autouse=True)
+def _hang_ups_end() -> Iterator[None]:
+    """As for a process of a terminal; this run itself may have been told to ignore them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_running_requests_end_and_new_ones_are_refused(number: signal.Signals) -> None:
     with running(drain_s=60) as server:
         stream = Stream(server.url, tokens=100)  # five seconds, for what happens meanwhile
@@ -138,6 +146,24 @@ def test_a_second_signal_ends_at_once_and_in_order() -> None:
         line = json.loads(errors)  # nothing but the stream that was cut short
         assert (line["message"], line["status"], line["reason"]) == ("request", 503, "draining")
         assert stream.whole()[-1] == "data: [DONE]"
+
+
+def test_a_lost_terminal_lets_requests_end_however_often_it_says_so() -> None:
+    with running(drain_s=60) as server:
+        stream = Stream(server.url, tokens=40)
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: server.get("/health/ready").status_code == 503)
+        server.process.send_signal(signal.SIGHUP)
+        assert stream.whole()[-1] == "data: [DONE]"
+        assert server.end()[0] == 0
+
+
+def test_under_nohup_a_lost_terminal_is_nothing() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with running(drain_s=60) as server:
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert server.get("/health/ready").status_code == 200
 
 
 def test_an_idle_server_ends_at_once() -> None:
