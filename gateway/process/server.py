@@ -63,7 +63,7 @@ _GONE_POLL_S = 0.05
 _SETTLE_S = 1.0
 """How long connections that were just accepted may take to count: a TLS handshake comes first."""
 _OTHER_DESCRIPTORS = 512
-"""Of files, of the Tritons, and of gRPC's connections."""
+"""Of files, of the Tritons, of gRPC's connections, and of those that only probes get."""
 
 _log = logging.getLogger(__name__)
 
@@ -152,8 +152,9 @@ def run(
     with contextlib.closing(listeners):
         if place is None:  # else whoever made the place has seen to it
             listen_gateway([listeners])
+        connections = _connections_allowed(settings.max_connections)
+        settings = settings.model_copy(update={"max_connections": connections})
         app = create_app(settings, upstream, place)
-        _allow_descriptors(settings.max_connections + _OTHER_DESCRIPTORS)
         _shorten_pauses()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             first_look_s = None if succeeds else 0.0 if place is None else _FIRST_LOOK_S
@@ -167,14 +168,23 @@ def run(
             return runner.run(_serve(app, settings, opens, on_stop, hand_over))
 
 
-def _allow_descriptors(count: int) -> None:
-    """Let this process open so many descriptors, as far as it may: often it may far more than it does."""
+def _connections_allowed(connections: int) -> int:
+    """Let this process open descriptors for so many, as far as it may: often it may far more than it does.
+
+    Returns:
+        How many connections that is enough for: beyond its descriptors, each new one would be reset.
+    """
+    count = connections + _OTHER_DESCRIPTORS
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < count:
-        _log.warning("the limit on open files is too low for max_connections", extra={"ulimit": most})
-        count = most
+        count, enough = most, max(most - _OTHER_DESCRIPTORS, most // 4)
+        if enough < connections:
+            connections = enough
+            extra = {"ulimit": most, "max_connections": connections}
+            _log.warning("the limit on open files is too low: there may be fewer connections", extra=extra)
     if resource.RLIM_INFINITY != allowed < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))
+    return connections
 
 
 def _shorten_pauses() -> None:

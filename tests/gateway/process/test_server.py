@@ -1,5 +1,6 @@
 """Signals and drains, on a real process with the fake upstream."""
 
+import http.client
 import json
 import resource
 import signal
@@ -7,9 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from gateway.process.server import _allow_descriptors
+from gateway.process.server import _connections_allowed
 from tests.gateway.kserve.legacy import body, question
 from tests.gateway.serving import CHAT, MESSAGES
 from tests.ports import free_ports
@@ -29,9 +30,10 @@ ROOT = Path(__file__).parents[3]
 class Process:
     """The server as a child process."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, prefix: Sequence[str] = (), **settings: Any) -> None:
+        program = [sys.executable, "-m", "tests.gateway.process.fake_server"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gateway.process.fake_server", json.dumps({"port": 0, **settings})],
+            [*prefix, *program, json.dumps({"port": 0, **settings})],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -240,9 +242,10 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ((1024, 20_000), (5000, 20_000)),
-        ((1024, resource.RLIM_INFINITY), (5000, resource.RLIM_INFINITY)),
+        ((1024, 20_000), (4608, 20_000)),
+        ((1024, resource.RLIM_INFINITY), (4608, resource.RLIM_INFINITY)),
         ((1024, 2048), (2048, 2048)),
+        ((128, 128), None),
         ((6000, 20_000), None),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],
@@ -256,6 +259,20 @@ def test_it_may_open_as_many_descriptors_as_it_needs(
     found = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: found.append(both))
-    _allow_descriptors(5000)
+    # Of few, a quarter is for connections: those that only probes get are as many again, and it has files.
+    allowed = {128: 32, 2048: 1536}.get(limits[1], 4096)
+    assert _connections_allowed(4096) == allowed
     assert found == ([] if expected is None else [expected])
-    assert ("max_connections" in caplog.text) == (limits[1] == 2048)
+    told = [record.max_connections for record in caplog.records if "open files" in record.message]  # type: ignore[attr-defined]
+    assert told == ([allowed] if allowed < 4096 else [])
+
+
+def test_too_few_descriptors_leave_fewer_connections() -> None:
+    """It would have no descriptor for each new one; so idle ones make room, as at any bound."""
+    with ExitStack() as stack:
+        server = stack.enter_context(running(prefix=("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")))
+        host = server.url.removeprefix("http://")
+        for _ in range(300):
+            connection = stack.enter_context(closing(http.client.HTTPConnection(host, timeout=60)))
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
