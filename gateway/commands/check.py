@@ -159,5 +159,5 @@ def _replica(name: str, replica: Replica) -> Finding:
     if report is not None and report.max_context is not None:
         said += f", context {report.max_context} tokens"
     if replica.reason:
-        said += f" ({cause_of(replica.reason) or replica.reason})"
+        said += f" ({cause_of(replica.reason)})"
     return Finding(ok=ready, text=said)

@@ -12,7 +12,7 @@ from gateway.settings import Settings
 from gateway.settings.values import revealed
 from gateway.triton.client import Client, EntryState, Tls
 from gateway.triton.dialects import Dialects
-from gateway.triton.errors import Fault, TritonError
+from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 from gateway.triton.faults import GATEWAY, faults_of
 from gateway.triton.resolver import Name, Resolve, client_tls, name_in
 
@@ -20,8 +20,13 @@ _CAUSES: Final = {
     "Connection refused": "connection refused",
     "errors resolving": "no such host",
     "Failed parsing HTTP/2": "this is no gRPC port; Triton's is 8001 by default, 8000 is its HTTP",
+    "Socket closed": "it closes the connection: it may want TLS, with upstream_ca, or another upstream_cert",
+    "certificate has expired": "its certificate has expired",
+    "CERTIFICATE_VERIFY_FAILED": "upstream_ca does not vouch for its certificate",
+    "Hostname Verification": "its certificate is for another name",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: leave out upstream_ca",
 }
-"""Why a Triton is not reached, by what grpc (1.85) says of it; of the rest people make nothing."""
+"""Why a Triton is not reached, by what grpc (1.85) says of it; the first that fits."""
 
 _ASK_GATEWAY: Final = f"`tritongate models --url {DEFAULT_URL}` lists a gateway's models"
 
@@ -149,5 +154,6 @@ async def _left_out(client: Client, entries: Sequence[str], dialects: Dialects) 
 
 
 def cause_of(detail: str) -> str:
-    """Return in a few words why a connection failed, given what grpc says; empty: it is not known."""
-    return next((cause for words, cause in _CAUSES.items() if words in detail), "")
+    """Return in a few words why a connection failed, given what grpc says; of other causes, its own words."""
+    last = " ".join(detail.rpartition("last error: ")[2].split())[:MESSAGE_LIMIT]
+    return next((cause for words, cause in _CAUSES.items() if words in detail), last)

@@ -34,3 +34,12 @@ def self_signed(folder: Path, name: str, alternatives: str = "IP:127.0.0.1") -> 
     command = ["openssl", "req", "-x509", *options, *named, "-keyout", files.key, "-out", files.cert]
     subprocess.run(command, check=True, capture_output=True)
     return files
+
+
+def expired(folder: Path, name: str) -> Files:
+    """Make one whose time is over."""
+    files = self_signed(folder, name)
+    command = ["openssl", "x509", "-in", files.cert, "-signkey", files.key, "-days", "-1"]
+    done = subprocess.run(command, check=True, capture_output=True)
+    Path(files.cert).write_bytes(done.stdout)
+    return files

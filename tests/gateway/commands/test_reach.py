@@ -1,4 +1,5 @@
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -8,9 +9,11 @@ from gateway.commands.endpoint import ClientError
 from gateway.commands.models import models_of
 from gateway.commands.reach import cause_of
 from gateway.process.listeners import bind
+from tests.gateway.certificates import Files, expired, self_signed
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.kserve.legacy import over_grpc
 from tests.gateway.serving import settings
+from tests.gateway.triton.test_tls import speaking_tls
 
 
 async def test_nobody_answers() -> None:
@@ -48,5 +51,28 @@ async def test_a_gateway_is_no_triton() -> None:
     )
 
 
-def test_a_cause_that_is_not_known_is_not_told() -> None:
-    assert cause_of("Socket closed") == ""
+async def test_why_tls_fails_is_told(tmp_path: Path) -> None:
+    names = ("server", "other", "elsewhere")
+    server, other, elsewhere = (self_signed(tmp_path, name) for name in names)
+    named = self_signed(tmp_path, "named", "DNS:another.internal")
+    old = expired(tmp_path, "old")
+
+    async def said(served: Files | None, wanted: Files | None = None, **values: str) -> str:
+        async with speaking_tls(served, wanted) as triton:
+            (found,) = await check(settings(upstreams=[triton.address], **values), timeout_s=10)
+        return found.text.partition(": unreachable ")[2]
+
+    closed = "(it closes the connection: it may want TLS, with upstream_ca, or another upstream_cert)"
+    assert await said(server) == closed
+    assert await said(server, other, upstream_ca=server.cert) == closed
+    shown = {"upstream_cert": elsewhere.cert, "upstream_key": elsewhere.key}
+    assert await said(server, other, upstream_ca=server.cert, **shown) == closed
+    assert await said(server, upstream_ca=other.cert) == "(upstream_ca does not vouch for its certificate)"
+    assert await said(named, upstream_ca=named.cert) == "(its certificate is for another name)"
+    assert await said(old, upstream_ca=old.cert) == "(its certificate has expired)"
+    assert await said(None, upstream_ca=server.cert) == "(it does not speak TLS: leave out upstream_ca)"
+
+
+def test_of_a_cause_that_is_not_known_grpc_is_quoted() -> None:
+    assert cause_of("failed to connect to all addresses; last error: UNKNOWN: a\nb") == "UNKNOWN: a b"
+    assert len(cause_of("x" * 1000)) == 500

@@ -24,10 +24,11 @@ from tests.tied import tied
 
 
 @asynccontextmanager
-async def speaking_tls(server: Files, client_root: Files | None = None) -> AsyncIterator[FakeTriton]:
+async def speaking_tls(server: Files | None, client_root: Files | None = None) -> AsyncIterator[FakeTriton]:
     root = None if client_root is None else client_root.root()
     triton = FakeTriton()
-    triton.credentials = grpc.ssl_server_credentials([server.texts()], root, root is not None)
+    if server is not None:
+        triton.credentials = grpc.ssl_server_credentials([server.texts()], root, root is not None)
     await triton.start()
     try:
         yield triton
