@@ -1,16 +1,22 @@
 """The certificate for TLS with the gateway's clients: a certificate that is read again when its files change.
 
 A new certificate is for new connections; those that exist go on as they are. One that cannot be used changes
-nothing. The private key is never logged.
+nothing. The private key is never logged, and written nowhere but to memory.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 from gateway.settings.certificates import check_pair
 from gateway.settings.follow import changes
+
+Pair = tuple[bytes, bytes]
+"""The texts of a private key and of its certificate."""
 
 _log = logging.getLogger(__name__)
 
@@ -21,32 +27,61 @@ class Certificate:
     Args:
         cert: PEM file of the certificate and those between it and the root.
         key: PEM file of its private key.
+        last: what the processes of this gateway serve by, if the files cannot be used; None: this one is
+            the first.
+
+    Raises:
+        ValueError: the files cannot be used, and there is no last pair.
     """
 
-    def __init__(self, cert: str, key: str) -> None:
+    def __init__(self, cert: str, key: str, last: Pair | None = None) -> None:
         self._cert = cert
         self._key = key
-        self.newest = self._read()
-        """Texts of the key and of the certificate."""
+        try:
+            self.newest = self._read()
+        except (OSError, ValueError) as error:
+            if last is None:
+                raise
+            self._refuse(error)
+            self.newest = last
         self._following: asyncio.Task[None] | None = None
 
-    def follow(self, context: ssl.SSLContext) -> None:
-        """Follow the files as long as the loop runs, in HTTP's `context` too."""
+    @contextlib.contextmanager
+    def file(self) -> Iterator[str]:
+        """Hold the newest pair in one file: OpenSSL reads files only, and its own may have changed."""
+        with os.fdopen(os.memfd_create("tritongate-certificate"), "wb") as memory:
+            memory.write(b"\n".join(self.newest))
+            memory.flush()
+            yield f"/proc/self/fd/{memory.fileno()}"
+
+    def follow(self, context: ssl.SSLContext | None = None) -> None:
+        """Follow the files as long as the loop runs, in HTTP's `context` too, if this process serves it."""
         self._following = asyncio.create_task(self._follow(context))
 
-    async def _follow(self, context: ssl.SSLContext) -> None:
-        first = True
+    async def _follow(self, context: ssl.SSLContext | None) -> None:
         async for _ in changes(self._cert, self._key):
             try:
-                check_pair(self._cert, self._key)
-                context.load_cert_chain(self._cert, self._key, password="")
-                self.newest = self._read()
+                found = self._read()
             except (OSError, ValueError) as error:
-                _log.error("certificate refused: the one before stays", extra={"detail": str(error)})
-            else:
-                if not first:
-                    _log.info("certificate applied", extra={"path": self._cert})
-            first = False
+                self._refuse(error)
+                continue
+            if found == self.newest:
+                continue
+            self.newest = found
+            if context is not None:
+                with self.file() as path:
+                    context.load_cert_chain(path, password="")
+                _log.info("certificate applied", extra={"path": self._cert})
 
-    def _read(self) -> tuple[bytes, bytes]:
+    def _read(self) -> Pair:
+        """Return what is in the files.
+
+        Raises:
+            OSError: one cannot be read.
+            ValueError: they are no pair.
+        """
+        check_pair(self._cert, self._key)
         return Path(self._key).read_bytes(), Path(self._cert).read_bytes()
+
+    def _refuse(self, error: Exception) -> None:
+        _log.error("certificate refused: the one before stays", extra={"detail": str(error)})

@@ -29,7 +29,7 @@ from gateway.app import create_app
 from gateway.core.upstream import Upstream
 from gateway.http.protocol import BoundedHttpProtocol
 from gateway.http.record import Gateway
-from gateway.http.tls import Certificate
+from gateway.http.tls import Certificate, Pair
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
 from gateway.process.handover import HandOver, caught_signals, second_end, until_stopped
@@ -127,6 +127,7 @@ def run(
     place: Place | None = None,
     succeeds: bool = False,
     hand_over: HandOver | None = None,
+    last: Pair | None = None,
 ) -> int:
     """Serve until a signal ends it, and return the process's exit status.
 
@@ -143,6 +144,7 @@ def run(
         succeeds: whether another process serves until this one accepts connections, which it only does once
             every model is ready.
         hand_over: called at SIGUSR2; None: nobody can take over.
+        last: what TLS goes on with if its files cannot be used; None: this is the gateway's first process.
 
     Raises:
         ListenError: an address cannot be listened on.
@@ -165,7 +167,10 @@ def run(
                 first_look_s=first_look_s,
                 on_ready=on_ready,
             )
-            return runner.run(_serve(app, settings, opens, on_stop, hand_over))
+            certificate = None
+            if settings.tls_cert and settings.tls_key:
+                certificate = Certificate(settings.tls_cert, settings.tls_key, last)
+            return runner.run(_serve(app, certificate, opens, on_stop, hand_over))
 
 
 def _connections_allowed(connections: int) -> int:
@@ -201,15 +206,15 @@ def _shorten_pauses() -> None:
     sys.setswitchinterval(_SWITCH_S)
 
 
-def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -> Server:
-    """Make the HTTP server for `app`; with TLS if there are the files of a certificate and its key."""
+def make_server(app: FastAPI, certificate: Certificate | None = None) -> Server:
+    """Make the HTTP server for `app`; with TLS if there is a certificate."""
     protocol = partial(
         BoundedHttpProtocol,
         bound=app.state.connections,
         send_timeout_s=app.state.gateway.settings.send_timeout_s,
     )
-    return Server(
-        uvicorn.Config(
+    with contextlib.nullcontext() if certificate is None else certificate.file() as path:
+        config = uvicorn.Config(
             app,
             http=protocol,  # type: ignore[arg-type]
             ws="none",
@@ -220,22 +225,20 @@ def make_server(app: FastAPI, cert: str | None = None, key: str | None = None) -
             server_header=False,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
             timeout_keep_alive=_IDLE_S,
-            ssl_certfile=cert,
-            ssl_keyfile=key,
+            ssl_certfile=path,
         )
-    )
+        config.load()  # as long as the file is there
+    return Server(config)
 
 
 async def _serve(
     app: FastAPI,
-    settings: Settings,
+    certificate: Certificate | None,
     open_: Callable[["Server", GrpcServer], Awaitable[None]],
     on_stop: Callable[[], None] | None,
     hand_over: HandOver | None,
 ) -> int:
-    server, certificate = make_server(app, settings.tls_cert, settings.tls_key), None
-    if settings.tls_cert and settings.tls_key:
-        certificate = Certificate(settings.tls_cert, settings.tls_key)
+    server, drain_s = make_server(app, certificate), app.state.gateway.settings.drain_s
     grpc_server = GrpcServer(app.state.door, app.state.records, certificate)
     with caught_signals() as signals:
         serving = asyncio.create_task(server.serve(sockets=[]))
@@ -262,9 +265,9 @@ async def _serve(
             return 1
         if on_stop is not None:
             on_stop()
-        leaving = _leave(app, server, grpc_server, settings.drain_s) if stop.result() else None
+        leaving = _leave(app, server, grpc_server, drain_s) if stop.result() else None
         drain = app.state.gateway.drain
-        draining = asyncio.create_task(leaving or _drain(drain, settings.drain_s))
+        draining = asyncio.create_task(leaving or _drain(drain, drain_s))
         second = asyncio.create_task(second_end(signals))
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         if second.done():

@@ -33,6 +33,7 @@ import msgspec
 from pydantic import SecretStr
 
 from gateway.core.backoff import Backoff
+from gateway.http.tls import Certificate, Pair
 from gateway.limits.counters import mark_begun, mark_ended, new_table
 from gateway.process.handover import (
     HandOver,
@@ -77,6 +78,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     grpc: str | None
     """The address for gRPC, if there is one."""
     place: Place
+    certificate: Pair | None = None
+    """What TLS goes on with if its files cannot be used by now; None: there is no TLS."""
     succeeds: bool = False
     """Whether the workers of another process serve until this one is ready."""
 
@@ -84,11 +87,23 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 _decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  # of the place's path
 
 
-def encode_order(settings: Settings, listeners: Listeners, place: Place, *, succeeds: bool = False) -> bytes:
+def encode_order(
+    settings: Settings,
+    listeners: Listeners,
+    place: Place,
+    *,
+    certificate: Pair | None = None,
+    succeeds: bool = False,
+) -> bytes:
     """Return an order as the line that the worker reads."""
     http = [listener.fileno() for listener in listeners.http]
     order = Order(
-        settings=settings.model_dump(), http=http, grpc=listeners.grpc, place=place, succeeds=succeeds
+        settings=settings.model_dump(),
+        http=http,
+        grpc=listeners.grpc,
+        place=place,
+        certificate=certificate,
+        succeeds=succeeds,
     )
     return msgspec.json.encode(order, enc_hook=_plain) + b"\n"
 
@@ -161,8 +176,11 @@ def run(
             Place(number=number, count=len(listeners), folder=Path(folder), table=table)
             for number in range(len(listeners))
         ]
+        certificate = None
+        if settings.tls_cert and settings.tls_key:
+            certificate = Certificate(settings.tls_cert, settings.tls_key)
         workers = [
-            _Worker(settings, own, place, succeeds=succeeds)
+            _Worker(settings, own, place, certificate=certificate, succeeds=succeeds)
             for own, place in zip(listeners, places, strict=True)
         ]
         return asyncio.run(_run(settings, workers, on_ready, on_stop, may_leave))
@@ -181,6 +199,8 @@ async def _run(
     may_leave: HandOver | None,
 ) -> int:
     url = base_url(workers[0].listeners.http[0], tls=settings.tls_cert is not None)
+    if workers[0].certificate is not None:  # all have the same
+        workers[0].certificate.follow()
     with caught_signals() as signals:
         keeping = [asyncio.create_task(worker.keep()) for worker in workers]
         announcing = asyncio.create_task(_announce(workers, url, on_ready))
@@ -245,11 +265,18 @@ class _Worker:
         settings: the gateway's.
         listeners: the worker's own; closed here when no further process will need them.
         place: its number among the workers.
+        certificate: for TLS, followed by this process; None: there is no TLS.
         succeeds: whether the workers of another process serve until this one is ready.
     """
 
     def __init__(
-        self, settings: Settings, listeners: Listeners, place: Place, *, succeeds: bool = False
+        self,
+        settings: Settings,
+        listeners: Listeners,
+        place: Place,
+        *,
+        certificate: Certificate | None = None,
+        succeeds: bool = False,
     ) -> None:
         self.ready = asyncio.Event()
         """Set once all its models have been ready."""
@@ -262,6 +289,7 @@ class _Worker:
         self.shares = listeners.shared
         """Whether other processes accept connections from its sockets."""
         self._settings = settings
+        self.certificate = certificate
         self.place = place
         self._succeeds = succeeds
         self._process: asyncio.subprocess.Process | None = None
@@ -332,7 +360,9 @@ class _Worker:
         assert process.stdin is not None  # noqa: S101 - pipes were asked for
         assert process.stdout is not None  # noqa: S101
         succeeds = self._succeeds and not self.ready.is_set()
-        process.stdin.write(encode_order(self._settings, self.listeners, self.place, succeeds=succeeds))
+        last = None if self.certificate is None else self.certificate.newest
+        order = encode_order(self._settings, self.listeners, self.place, certificate=last, succeeds=succeeds)
+        process.stdin.write(order)
         watching = asyncio.create_task(self._watch(process))
         if await process.stdout.readline():
             self.ready.set()
@@ -376,6 +406,7 @@ def main() -> int:
         place=order.place,
         succeeds=order.succeeds,
         hand_over=_handed_over,
+        last=order.certificate,
     )
     if orphaned.is_set():  # else the parent removes it
         shutil.rmtree(order.place.folder, ignore_errors=True)

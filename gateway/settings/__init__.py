@@ -24,7 +24,7 @@ from pydantic_settings import (
 from gateway.settings.certificates import TlsFiles
 from gateway.settings.files import ConfigurationError as ConfigurationError
 from gateway.settings.files import read_field, read_yaml
-from gateway.settings.guards import faults_of
+from gateway.settings.guards import check_certificates, faults_of
 from gateway.settings.models import Models, ModelSettings
 from gateway.settings.values import (
     AUTO,
@@ -454,7 +454,12 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
         values["models_file"] = str(path)
         if not models:
             raise ConfigurationError(f"models: no public name is there (from {path})")
-    return _checked(values, sources)
+    settings = _checked(values, sources)
+    try:
+        check_certificates(settings)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    return settings
 
 
 def reload(settings: Settings, name: str) -> Settings:

@@ -32,10 +32,7 @@ def faults_of(settings: "Settings") -> Iterator[str]:
     ports = settings.ports()
     if len(set(ports)) < len(ports):
         yield "port, kserve_http_port, kserve_grpc_port and that of metrics_address must differ"
-    try:
-        yield from _unprotected(settings)
-    except ValueError as error:
-        yield str(error)
+    yield from _unprotected(settings)
     models = {name: settings.model(name) for name in settings.models}
     # Keys of a file come and go: a model for none of them is for nobody.
     names = None if settings.keys_file else {key.name for key in settings.api_keys}
@@ -56,22 +53,37 @@ def _unmeasured(models: Mapping[str, ModelSettings], limit: float) -> Iterator[s
 
 
 def _unprotected(settings: "Settings") -> Iterator[str]:
-    """Yield what would travel in clear text and must not.
-
-    Raises:
-        ValueError: certificates cannot be used.
-    """
-    cert, key = settings.tls_cert, settings.tls_key
-    if (cert is None) != (key is None):
+    """Yield what would travel in clear text and must not, and half of a pair of files."""
+    if (settings.tls_cert is None) != (settings.tls_key is None):
         yield "tls_cert and tls_key go together"
-    elif cert is not None and key is not None:
-        check_pair(cert, key)
     for upstream in settings.all_upstreams():
-        tls = settings.tls_of(upstream)
-        if tls is not None:
-            tls.read()
-        elif settings.repository_key and not (settings.plain_repository_key or is_local(upstream)):
+        try:
+            tls = settings.tls_of(upstream)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if (
+            tls is None
+            and settings.repository_key
+            and not (settings.plain_repository_key or is_local(upstream))
+        ):
             yield (
                 f"repository_key: it would go to {upstream} in clear text: set upstream_ca, for TLS, "
                 "or plain_repository_key, if nobody else is on that network"
             )
+
+
+def check_certificates(settings: "Settings") -> None:
+    """Check the files of certificates, as a gateway starts.
+
+    No part of what settings must say: these files change while it runs, and must stop neither a worker that
+    is replaced nor a change of keys.
+
+    Raises:
+        ValueError: some cannot be used; the message names the file.
+    """
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        check_pair(settings.tls_cert, settings.tls_key)
+    for upstream in settings.all_upstreams():
+        if (tls := settings.tls_of(upstream)) is not None:
+            tls.read()

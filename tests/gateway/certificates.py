@@ -20,6 +20,7 @@ class Files:
 
     def spoil(self) -> None:
         Path(self.key).write_text("no key")
+        Path(self.cert).write_text("no certificate")
 
     def replace_by(self, other: "Files") -> None:
         Path(self.cert).write_bytes(Path(other.cert).read_bytes())

@@ -16,7 +16,7 @@ from gateway.http.tls import Certificate
 from gateway.kserve.grpc import GrpcServer
 from gateway.process.listeners import base_url, bind
 from gateway.process.server import make_server
-from gateway.settings import follow
+from gateway.settings import follow, reload
 from tests.gateway.certificates import Files, self_signed
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import CHAT, MESSAGES, settings, until
@@ -39,7 +39,7 @@ async def serving(
     certificate = Certificate(files.cert, files.key)
     listener = bind("127.0.0.1", 0)
     (port,) = free_ports(1)
-    server = make_server(app, files.cert, files.key)
+    server = make_server(app, certificate)
     grpc_server = GrpcServer(app.state.door, app.state.records, certificate)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await server.up.wait()
@@ -138,3 +138,12 @@ def test_settings_that_cannot_be_used(tmp_path: Path) -> None:
     for values, fault in broken:
         with pytest.raises(Exception, match=fault):
             settings(**values)
+
+
+def test_certificates_in_renewal_do_not_keep_keys_from_changing(tmp_path: Path) -> None:
+    files, keys = self_signed(tmp_path, "served"), tmp_path / "keys.yaml"
+    keys.write_text("api_keys: [{name: a, key: secret}]")
+    before = settings(tls_cert=files.cert, tls_key=files.key, keys_file=str(keys))
+    files.spoil()
+    keys.write_text("api_keys: [{name: b, key: secret}]")
+    assert [key.name for key in reload(before, "api_keys").api_keys] == ["b"]

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -17,10 +18,12 @@ import psutil
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
+from gateway.http.tls import Certificate
 from gateway.process import workers
-from gateway.process.listeners import bind_gateway
+from gateway.process.listeners import base_url, bind_gateway
 from gateway.settings import load_settings
 from gateway.telemetry import metrics as worker_metrics
+from tests.gateway.certificates import self_signed
 from tests.gateway.kserve.legacy import body, question
 from tests.gateway.process.two_workers import STARTED_S, TRITONGATE, Gateway, gateway_of_two, is_whole, stream
 from tests.gateway.serving import CHAT, MESSAGES
@@ -325,6 +328,27 @@ def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path:
         client.sendall(b"hello")
         with listener.accept()[0] as served:
             assert served.recv(5) == b"hello"
+
+
+async def test_one_that_is_replaced_has_the_last_good_certificate(
+    triton: FakeTriton, tmp_path: Path, table: int
+) -> None:
+    files = self_signed(tmp_path, "served")
+    tls = {"tls_cert": files.cert, "tls_key": files.key}
+    settings = load_settings({"upstreams": (triton.address,), "port": 0, "workers": 1, **tls})
+    certificate = Certificate(files.cert, files.key)
+    root = ssl.create_default_context(cafile=files.cert)
+    (listeners,) = bind_gateway(settings)
+    url = base_url(listeners.http[0], tls=True)
+    place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
+    worker = workers._Worker(settings, listeners, place, certificate=certificate)
+    files.spoil()
+    keeping = asyncio.create_task(worker.keep())
+    async with asyncio.timeout(STARTED_S), httpx.AsyncClient(verify=root) as http:
+        await worker.ready.wait()
+        assert (await http.get(url + "/health")).status_code == 200
+        worker.end()
+        await keeping
 
 
 async def test_one_that_hangs_is_replaced(
