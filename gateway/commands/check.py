@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 from gateway.commands.models import probed
 from gateway.commands.reach import Finding, Reached, cause_of, reach
@@ -11,6 +12,7 @@ from gateway.core.request import Conversation, Generation, Message, PlainText
 from gateway.core.upstream import Embedding, Tokenization
 from gateway.errors import GatewayError, InvalidRequestError, NoTemplateError
 from gateway.settings import Settings
+from gateway.settings.certificates import untimely
 from gateway.triton.errors import TritonError
 from gateway.triton.public import PublicModels
 from gateway.triton.replicas import Replica, ReplicaState
@@ -30,10 +32,11 @@ async def check(settings: Settings, *, timeout_s: float, resolve: Resolve = reso
         resolve: looks up the addresses of upstreams that are names.
 
     Returns:
-        Findings in the order of the upstreams, names first; the check passed when all are ok. Published
-        faults of a Triton are no failure, but told.
+        Findings on the gateway's own certificate, on names, and in the order of the upstreams. The check
+        passed when all are ok. Published faults of a Triton are no failure, but told.
     """
     looked_up, reached = await reach(settings, timeout_s, resolve)
+    looked_up = [*_certificate(settings), *looked_up]
     if not any(each.live for each in reached):
         return [*looked_up, *_report(settings, reached, [], [])]
     async with probed(settings, timeout_s, resolve) as upstream:
@@ -44,6 +47,12 @@ async def check(settings: Settings, *, timeout_s: float, resolve: Resolve = reso
         ready = {name: each for name, each in replicas if each.state is ReplicaState.READY}
         chats = [each async for each in _chats(upstream, ready, timeout_s)]
     return [*looked_up, *_report(settings, reached, replicas, [*counts, *chats])]
+
+
+def _certificate(settings: Settings) -> Iterator[Finding]:
+    fault = settings.tls_cert and untimely(Path(settings.tls_cert).read_bytes())
+    if fault:
+        yield Finding(ok=False, text=f"tls_cert: {settings.tls_cert} {fault}")
 
 
 async def _count(upstream: PublicModels, model: str, timeout_s: float) -> Finding:

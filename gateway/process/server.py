@@ -29,7 +29,7 @@ from gateway.app import create_app
 from gateway.core.upstream import Upstream
 from gateway.http.protocol import BoundedHttpProtocol
 from gateway.http.record import Gateway
-from gateway.http.tls import Certificate, Pair
+from gateway.http.tls import Certificate, Pair, file_of
 from gateway.kserve.grpc import GrpcServer
 from gateway.limits.admission import Drain
 from gateway.process.handover import HandOver, caught_signals, second_end, until_stopped
@@ -170,6 +170,8 @@ def run(
             certificate = None
             if settings.tls_cert and settings.tls_key:
                 certificate = Certificate(settings.tls_cert, settings.tls_key, last)
+                not_after = app.state.gateway.metrics.certificate_not_after.labels(settings.tls_cert)
+                not_after.set_function(lambda: certificate.not_after)
             return runner.run(_serve(app, certificate, opens, on_stop, hand_over))
 
 
@@ -213,7 +215,7 @@ def make_server(app: FastAPI, certificate: Certificate | None = None) -> Server:
         bound=app.state.connections,
         send_timeout_s=app.state.gateway.settings.send_timeout_s,
     )
-    with contextlib.nullcontext() if certificate is None else certificate.file() as path:
+    with contextlib.nullcontext() if certificate is None else file_of(certificate.newest) as path:
         config = uvicorn.Config(
             app,
             http=protocol,  # type: ignore[arg-type]

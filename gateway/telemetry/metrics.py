@@ -227,6 +227,11 @@ class Metrics:
         self.keys_file_reloads = counter(
             "keys_file_reloads", "The same of the keys file, by outcome: applied, or refused.", "outcome"
         )
+        self.certificate_not_after = gauge(
+            "tls_certificate_not_after_timestamp_seconds",
+            "Until when the certificate for TLS with clients is valid; absent without TLS.",
+            "path",
+        )
 
     def tokens_of(self, model: str) -> TokenMetrics:
         """Look up the metrics of `model`'s tokens, for a whole answer."""

@@ -13,6 +13,7 @@ from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, Tokenization, Vector
 from gateway.errors import InvalidRequestError
 from gateway.triton.public import PublicModels
+from tests.gateway.certificates import expired
 from tests.gateway.serving import settings
 from tests.gateway.triton.fake_resolver import FakeResolver
 from tests.gateway.triton.fake_triton import FakeModel, FakeTriton
@@ -46,6 +47,14 @@ async def test_published_faults_are_told_and_are_no_failure(triton: FakeTriton) 
     assert all(finding.ok for finding in findings)
     findings = await check(settings(upstreams=[triton.address], warn_of_faults=False), timeout_s=10)
     assert not [finding for finding in findings if "warning" in finding.text]
+
+
+async def test_an_expired_certificate_is_told(triton: FakeTriton, tmp_path: Path) -> None:
+    files = expired(tmp_path, "old")
+    tls = {"tls_cert": files.cert, "tls_key": files.key}
+    first, *others = await check(settings(upstreams=[triton.address], **tls), timeout_s=10)
+    assert (first.ok, first.text.startswith(f"tls_cert: {files.cert} expired on ")) == (False, True)
+    assert all(finding.ok for finding in others)
 
 
 async def test_a_model_that_is_not_there(triton: FakeTriton) -> None:

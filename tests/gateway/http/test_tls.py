@@ -1,8 +1,10 @@
 import asyncio
 import json
 import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from gateway.kserve.grpc import GrpcServer
 from gateway.process.listeners import base_url, bind
 from gateway.process.server import make_server
 from gateway.settings import follow, reload
-from tests.gateway.certificates import Files, self_signed
+from gateway.settings.certificates import untimely, validity
+from tests.gateway.certificates import Files, expired, self_signed
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import CHAT, MESSAGES, settings, until
 from tests.ports import free_ports
@@ -90,6 +93,51 @@ async def test_a_new_certificate_is_for_new_connections(
         async with httpx.AsyncClient() as plain:
             with pytest.raises(httpx.TransportError):
                 await plain.get(url.replace("https", "http") + "/health")
+
+
+async def test_an_expired_certificate_does_not_replace_a_valid_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, first = (self_signed(tmp_path, name) for name in ("served", "first"))
+    served.replace_by(first)
+    async with serving(served) as (url, address):
+        served.replace_by(expired(tmp_path, "old"))
+        await until_logged(caplog, "certificate refused")
+        assert "expired on" in caplog.records[-1].detail  # type: ignore[attr-defined]
+        assert await live(url, address, first) == (True, True)
+
+
+async def test_an_expired_certificate_is_told_and_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gateway starts: some clients do not look, and the next certificate may be on its way."""
+    caplog.set_level("INFO")
+    served, good = expired(tmp_path, "served"), self_signed(tmp_path, "good")
+
+    def told() -> int:
+        return sum("expired on" in getattr(record, "detail", "") for record in caplog.records)
+
+    async with serving(served) as (url, address):
+        assert told() == 1
+        served.replace_by(expired(tmp_path, "another"))
+        await until_logged(caplog, "certificate applied")
+        assert told() == 2
+        served.replace_by(good)
+        await until(lambda: caplog.text.count("certificate applied") == 2)
+        assert await live(url, address, good) == (True, True)
+
+
+def test_a_certificate_is_valid_from_one_moment_to_another(tmp_path: Path) -> None:
+    text = self_signed(tmp_path, "one").root()
+    begin, end = validity(text)
+    assert end - begin == timedelta(days=2)
+    assert untimely(text) is None
+    assert "is not valid before" in str(untimely(text, begin - timedelta(seconds=1)))
+    assert "expired on" in str(untimely(text, end + timedelta(seconds=1)))
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "20000", "-subj", "/CN=a"]
+    made = subprocess.run([*command, "-keyout", "/dev/null"], check=True, capture_output=True).stdout
+    begin, end = validity(b"a comment\n" + made + text)
+    assert end - begin == timedelta(days=20000)  # after 2049 it is a GeneralizedTime
 
 
 async def test_what_is_no_request_is_answered_by_tls_as_well(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ CONTRACT = {
     "model_unloads": {"model", "upstream", "reason"},
     "models_file_reloads": {"outcome"},
     "keys_file_reloads": {"outcome"},
+    "tls_certificate_not_after_timestamp_seconds": {"path"},
 }
 
 
