@@ -69,6 +69,18 @@ def made(
     return tiled(matrix)
 
 
+def decodes(lengths: Tensor) -> StepLayout:
+    """The layout of a step of decodes alone, each in a block of its own."""
+    slots = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    return StepLayout(
+        tables=slots[:, None] + 1,
+        slots=slots,
+        positions=lengths.long() - 1,
+        decode_lengths=lengths,
+        longest_decode=int(lengths.max()),
+    )
+
+
 @pytest.mark.parametrize("form", [Linear, Int8Linear, Int4Linear, Fp8Linear])
 @pytest.mark.parametrize(("head_dim", "rows"), [(128, 2), (128, 33), (32, 2), (192, 2), (384, 2)])
 def test_attention_writes_what_the_next_product_takes(
@@ -83,14 +95,7 @@ def test_attention_writes_what_the_next_product_takes(
     operations = CudaOperations(model, cache, rows=rows)
     cache.keys.copy_(random(*cache.keys.shape, dtype=torch.bfloat16, device=device, seed=1))
     cache.values.copy_(random(*cache.values.shape, dtype=torch.bfloat16, device=device, seed=2))
-    lengths = torch.full((rows,), 9, dtype=torch.int32, device=device)
-    layout = StepLayout(
-        tables=torch.arange(1, rows + 1, dtype=torch.int32, device=device)[:, None],
-        slots=torch.arange(rows, dtype=torch.int32, device=device),
-        positions=lengths.long() - 1,
-        decode_lengths=lengths,
-        longest_decode=9,
-    )
+    layout = decodes(torch.full((rows,), 9, dtype=torch.int32, device=device))
     matrix = made(form, 64, 2 * head_dim, device, seed=3)
     projected = random(rows, 4, head_dim, dtype=torch.bfloat16, device=device, seed=4)
     hidden = random(rows, 64, dtype=torch.bfloat16, device=device, seed=5)
@@ -125,14 +130,7 @@ def test_attention_scales_what_the_library_multiplied(
     cache = KVCache(shape, blocks=rows, block_size=16, dtype=torch.bfloat16, device=device)
     operations = CudaOperations(model, cache, rows=rows)
     past = random(2, *cache.keys.shape, dtype=torch.bfloat16, device=device)
-    lengths = torch.arange(rows, dtype=torch.int32, device=device) % 16 + 1
-    layout = StepLayout(
-        tables=torch.arange(1, rows + 1, dtype=torch.int32, device=device)[:, None],
-        slots=torch.arange(rows, dtype=torch.int32, device=device),
-        positions=lengths.long() - 1,
-        decode_lengths=lengths,
-        longest_decode=16,
-    )
+    layout = decodes(torch.arange(rows, dtype=torch.int32, device=device) % 16 + 1)
     matrix = Fp8Linear.empty((heads + 2) * head_dim, width, bias=bias, dtype=torch.bfloat16, device=device)
     matrix.place.copy_(random(len(matrix.weight), width, dtype=torch.float32, device=device, seed=1) / 8)
     if matrix.bias is not None:
