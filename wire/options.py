@@ -158,7 +158,7 @@ OPTIONS: Final = (
     Option(
         name="burst_tokens",
         kind=int,
-        help="Tokens in one step of the engine while prompts wait for four such steps; half while for less.",
+        help="Tokens in one step of the engine for a burst of prompts: when three such steps of them wait.",
         default="max_batched_tokens",
         gpu=4096,
         least=1,

@@ -33,14 +33,15 @@ def test_decodes_that_pause_have_longer_gaps_and_wait_less_between_them() -> Non
     assert pausing.gap_p50 <= going_on.gap_p50
 
 
-def test_how_close_together_requests_arrive_hardly_matters_to_256_clients() -> None:
-    """About a hundredth of the gaps holds a large step, or two that are half as large."""
+def test_requests_that_arrive_closer_together_move_the_gaps_of_256_clients() -> None:
+    """About a hundredth of the gaps holds a large step, so a few more or less of them decide the p99."""
     close, apart = (
         loops(max_running=512, out=256, apart_s=apart_s).measure(256, 512) for apart_s in (0.00004, 0.0005)
     )
-    for name in ("gap_p99", "tokens_per_second", "ttft_p99"):
-        assert getattr(close, name) == pytest.approx(getattr(apart, name), rel=0.01), name
+    assert apart.gap_p99 < 30
     assert close.gap_p99 > 70
+    assert close.tokens_per_second >= apart.tokens_per_second
+    assert close.ttft_p99 <= apart.ttft_p99
 
 
 def test_measurements_follow_each_other_on_one_clock() -> None:

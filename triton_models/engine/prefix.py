@@ -47,30 +47,28 @@ class PrefixCache:
         self._key = struct.Struct(f"<{1 + blocks.block_size}i")
         self._registered: dict[Sequence, int] = {}
         """For each running sequence that uses the cache: how many of its first blocks are registered."""
-        self._finder: Sequence | None = None
-        """For whom `find` searched last: whoever waits for room is searched for in every step, and choices of
-        one prompt and beams follow each other."""
-        self._found: list[int] = []
-        """What was found."""
-        self._found_keys: list[bytes] = []
+        self._newest: Sequence | None = None
+        """For whom was searched last: choices of one prompt and beams follow each other."""
         blocks.on_eviction = self._forget
 
     def find(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks for the beginning of a waiting sequence, which does not hold them yet.
 
-        At least its newest token is left to compute, because that gives the logits for the next one.
+        At least its newest token is left to compute, because that gives the logits for the next one. What is
+        found is kept in the sequence, for the next time.
         """
         if sequence.unscored or not sequence.request.prefix_cache:
             return []
-        count = self._in_common(sequence)
+        self._take_over(sequence)
+        found, keys = sequence.found, sequence.found_keys
         # Whose child is still there, that is, too.
-        while count and self._keys.get(self._found[count - 1]) is not self._found_keys[count - 1]:
-            count -= 1
-        begin = self._found[:count]
-        more = self._search(sequence, begin)
-        self._finder, self._found = sequence, begin + more
-        self._found_keys[count:] = [self._keys[block] for block in more]
-        return begin + more
+        while found and self._keys.get(found[-1]) is not keys[-1]:
+            found.pop()
+            keys.pop()
+        more = self._search(sequence, found)
+        found += more
+        keys += [self._keys[block] for block in more]
+        return found
 
     def start(self, sequence: Sequence) -> None:
         """Register a sequence that starts to run and holds just the blocks that `find` returned."""
@@ -156,15 +154,15 @@ class PrefixCache:
         tokens = sequence.tokens[full * self._blocks.block_size : end]
         return struct.pack(f"<{1 + len(tokens)}i", parent, *tokens)
 
-    def _in_common(self, sequence: Sequence) -> int:
-        """Return how many of the blocks found last are a sequence's, too, if they are still there."""
-        last = self._finder
-        if last is sequence:
-            return len(self._found)
+    def _take_over(self, sequence: Sequence) -> None:
+        """Begin with what was found for the last one, if its prompt is the same."""
+        last, self._newest = self._newest, sequence
         if last is None or last.request.prompt_ids is not sequence.request.prompt_ids:
-            return 0
+            return
         tokens = min(len(sequence.request.prompt_ids), len(sequence.tokens) - 1)
-        return min(len(self._found), tokens // self._blocks.block_size)
+        count = min(len(last.found), tokens // self._blocks.block_size)
+        if count > len(sequence.found):
+            sequence.found, sequence.found_keys = last.found[:count], last.found_keys[:count]
 
     def _search(self, sequence: Sequence, begin: list[int]) -> list[int]:
         """Return the registered blocks that continue a sequence after its blocks `begin`."""

@@ -37,10 +37,9 @@ _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
 
-_LARGE_STEPS = 4
-"""A burst that fills fewer of the largest steps is computed in steps of half the size. First tokens come at
-the end of a step: with two or three of them, by half a step later than need be. Smaller steps take 1 % longer
-for each row, which larger bursts would notice (bench/LOG.md)."""
+_LARGE_STEPS = 3
+"""A burst that fills fewer of the largest steps is computed in usual ones, beside the decodes. First tokens
+come at the end of a step: of one or two large ones, half of the clients wait for the last (bench/LOG.md)."""
 
 
 def least_ends(tokens: int) -> int:
@@ -138,8 +137,8 @@ class Scheduler:
       the budget goes to prompts by rank: one that outranks a prompt in progress overtakes it.
     * Prompts are cut where the device computes a row in the least time: see `StepTimes`.
     * If waiting prompts, of no worse priority than the decodes, fill `burst_tokens` several times, the step
-      is that large, or half as large if they fill half of it. Only a burst of short prompts makes the
-      decodes pause, and not for long: see `BurstAllowance`.
+      is that large. Only such a burst, of short prompts, makes the decodes pause, and not for long: see
+      `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). No sequence has to wait for a
       common beginning that is still being computed: when a sequence is admitted, all tokens of the sequences
       that outrank it are already scheduled, and can be found.
@@ -174,6 +173,8 @@ class Scheduler:
         self._blocks = block_manager
         self._burst = BurstAllowance(settings.burst_steps)
         self._burst_tokens = settings.largest_step
+        self._in_burst = False
+        """Whether so many are computed in a step: from when several such steps wait until none does."""
         self._prefixes = PrefixCache(block_manager)
         self._draft_tokens = settings.draft_tokens
         self._in_vain = self._not_looking = 0
@@ -190,6 +191,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence on the waiting list."""
+        self._prefixes.find(sequence)
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, *, invalid: bool = False) -> None:
@@ -249,8 +251,7 @@ class Scheduler:
     def _plan(self) -> tuple[int, bool]:
         """Return the next step's budget of tokens, and whether the decodes should pause.
 
-        A larger step spreads its fixed cost over more tokens, and is worth it where many prompts wait. This
-        is an estimate: it does not look up how much of the prompts is in the prefix cache.
+        A larger step spreads its fixed cost over more tokens, and is worth it where many prompts wait.
         """
         mixed = self._max_batched_tokens, False
         decoding = [each.request.priority for each in self.running if each.state is SequenceState.DECODE]
@@ -260,19 +261,18 @@ class Scheduler:
         # Not the first one's priority: waiting improves the rank, too.
         sums = self._burst_of(min(decoding, default=None))
         tokens, size = sums[-1] if sums else 0, self._burst_tokens
-        if tokens < _LARGE_STEPS * size:
-            size = max(size // 2, self._max_batched_tokens)
         # Include the rest of a burst and whatever came meanwhile: one longer pause instead of two.
         if may_pause and tokens and self._burst.under_way:
             return min(tokens, size), True
-        if tokens < size or len(sums) == 1:
+        self._in_burst = tokens >= (size if self._in_burst else _LARGE_STEPS * size)
+        if not self._in_burst or len(sums) == 1:
             return mixed
         return size, may_pause and bisect_right(sums, size) >= least_ends(size)
 
     def _burst_of(self, most_urgent: int | None) -> list[int]:
         """Return how many tokens wait with each further prompt of a burst, none less urgent than this.
 
-        Not more of them than matter to `_plan`.
+        Not more of them than matter to `_plan`. An estimate: what was cached when they came may be gone.
         """
         sums: list[int] = []
         tokens = 0
@@ -283,7 +283,7 @@ class Scheduler:
                 continue  # which a step has only a few rows of
             if each.request.since is not None:
                 continue  # nearly all of it is cached
-            tokens += len(each.tokens) - each.computed
+            tokens += self._missing(each)
             sums.append(tokens)
             if tokens >= _LARGE_STEPS * self._burst_tokens:
                 break
@@ -299,11 +299,15 @@ class Scheduler:
         most = rows
         for each in self._next_prompts():
             if not each.request.logits and each.request.since is None:  # as in `_plan`
-                most += len(each.tokens) - each.computed
+                most += self._missing(each)
             if most > budget:
                 break
         best = self._times.best(rows, min(most, budget), rest=most > budget)
         return best if best < most else budget
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Return how many tokens of a prompt are to compute."""
+        return len(sequence.tokens) - (sequence.computed or len(sequence.found) * self._blocks.block_size)
 
     def _next_prompts(self) -> Iterator[Sequence]:
         """Yield prompts in progress, then those that could be admitted with the free slots and blocks."""
@@ -432,7 +436,7 @@ class Scheduler:
         sequence.slot = heappop(self._slots)
         insort(self.running, sequence, key=_rank)
         self._blocks.retain(found)
-        sequence.blocks = found
+        sequence.blocks = found.copy()
         self._prefixes.start(sequence)
         self._take_blocks(sequence, needed - self._take_tail(sequence, step), step)
         if sequence.cached_tokens is None:
@@ -458,7 +462,7 @@ class Scheduler:
         self._stop_running(victim)
         victim.move_to(SequenceState.WAITING)
         victim.computed = 0
-        self.waiting.add(victim)
+        self.add(victim)
         step.preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:

@@ -210,6 +210,10 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     slot: int | None = None
     """Row of the device's state tables, 0 to `max_running` - 1; None unless running."""
+    found: list[int] = field(default_factory=list)
+    """The blocks of its beginning that were in the cache when they were last looked for."""
+    found_keys: list[bytes] = field(default_factory=list)
+    """By what the cache knew them. If it has another key for one, that block was given away meanwhile."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were found in the cache when it was first admitted."""
     scored: int = 0

@@ -313,21 +313,26 @@ def tokens(chosen: Scheduler, steps: int) -> list[tuple[int, int]]:
     return done
 
 
-def test_steps_are_larger_while_several_prompts_wait_that_fill_them() -> None:
-    chosen = decoding(burst_steps=0, burst_tokens=40)
-    burst(chosen, 7)
-    # Of its 35 tokens, those that are left after half of a largest step would not fill another half.
-    assert tokens(chosen, 4) == [(19, 1), (9, 1), (7, 1), (0, 1)]
-
-
-def test_steps_are_as_large_as_they_may_be_while_four_of_them_wait() -> None:
+def test_steps_are_large_from_when_three_of_them_wait_until_none_is_full() -> None:
     chosen = decoding(burst_steps=0, burst_tokens=20)
-    burst(chosen, 20)
-    assert tokens(chosen, 4) == [(19, 1), (19, 1), (9, 1), (9, 1)]
+    burst(chosen, 11)
+    assert tokens(chosen, 1) == [(9, 1)]
+    chosen = decoding(burst_steps=0, burst_tokens=20)
+    burst(chosen, 12)
+    assert tokens(chosen, 6) == [(19, 1), (19, 1), (19, 1), (3, 1), (0, 1), (0, 1)]
+
+
+def test_what_is_cached_makes_no_step_larger() -> None:
+    chosen, _ = scheduler(blocks=400, max_running=60, burst_tokens=20)
+    for first in (20, 10):
+        for number in range(10):
+            chosen.add(sequence(str(number), 10, 1, arrival=number))
+        assert tokens(chosen, 1) == [(first, 0)], "of ten tokens, eight are cached the second time"
+        tokens(chosen, 8)
 
 
 def test_less_urgent_prompts_behind_a_burst_are_not_counted() -> None:
-    for priority, first in ((0, (39, 1)), (1, (19, 1))):
+    for priority, first in ((0, (39, 1)), (1, (9, 1))):
         chosen = decoding(burst_steps=0, burst_tokens=40)
         burst(chosen, 5)
         for number in range(40):
@@ -336,15 +341,21 @@ def test_less_urgent_prompts_behind_a_burst_are_not_counted() -> None:
 
 
 def test_decodes_pause_from_large_steps_too() -> None:
-    chosen = decoding(burst_steps=8, burst_tokens=40)
-    burst(chosen, 7)
-    assert tokens(chosen, 3) == [(20, 0), (15, 0), (0, 1)]
+    chosen = decoding(burst_steps=8, burst_tokens=20)
+    burst(chosen, 13)
+    assert tokens(chosen, 5) == [(20, 0), (20, 0), (20, 0), (5, 0), (0, 1)]
+
+
+def test_decodes_do_not_pause_for_fewer_than_three_large_steps() -> None:
+    chosen = decoding(burst_steps=8, burst_tokens=20)
+    burst(chosen, 11)
+    assert tokens(chosen, 3) == [(9, 1)] * 3
 
 
 def test_an_idle_engine_takes_large_steps() -> None:
     chosen, _ = scheduler(blocks=200, max_running=60, burst_tokens=40)
-    burst(chosen, 4)
-    assert tokens(chosen, 1) == [(20, 0)]
+    burst(chosen, 24)
+    assert tokens(chosen, 1) == [(40, 0)]
 
 
 def test_one_long_prompt_makes_no_step_larger() -> None:
