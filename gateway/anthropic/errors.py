@@ -25,9 +25,9 @@ _TYPES: Final[Mapping[int, str]] = {
 _SERVER_ERROR: Final = 500
 
 _TOGETHER: Final = re.compile(
-    r"the prompt has (\d+) tokens and max_tokens is (\d+): together \d+, and the context is (\d+)"
+    r"context length is (\d+) tokens\. However, you requested \d+ tokens \((\d+) in the \w+, (\d+) in the"
 )
-"""How our own models say that there is room for the prompt, but not for `max_tokens`, too."""
+"""How our own models and vLLM say that there is room for the prompt, but not for `max_tokens`, too."""
 
 _WORDS: Final[Mapping[str, str]] = {
     ANSWERED_TWICE: "each `tool_use` must have a single `tool_result`, and this is the second of one.",
@@ -94,4 +94,4 @@ def _of_context(message: str) -> str:
     sizes = _TOGETHER.search(message)
     if sizes is None:
         return f"prompt is too long: {message}"
-    return "input length and `max_tokens` exceed context limit: {} + {} > {}".format(*sizes.groups())
+    return "input length and `max_tokens` exceed context limit: {1} + {2} > {0}".format(*sizes.groups())

@@ -30,6 +30,7 @@ from gateway.errors import (
     AuthenticationError,
     BodyTimeoutError,
     BodyTooLargeError,
+    DeadlineError,
     GatewayError,
     InternalError,
     InvalidRequestError,
@@ -63,8 +64,15 @@ _STORED = {
         "needs a server that keeps files, which this one does not: "
         "`tritongate batch` answers a file of requests"
     ),
+    re.compile(
+        "/openai/deployments/.+"
+    ): "is Azure's form, which this one does not have: the base URL is /v1",
+    re.compile(
+        "/(audio|images|videos|realtime|assistants|threads|vector_stores|moderations|fine_tuning|evals|rerank"
+        "|score)(/.+)?"
+    ): "needs a service which this one does not have: /docs lists what it has",
 }
-"""Why there are no routes of what other servers store."""
+"""Why there are no routes of what other servers have."""
 
 _LINGER_S = 2.0
 _SHOWN = 64
@@ -326,6 +334,8 @@ def error_response(error: GatewayError, path: str, request_id: str) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, DeadlineError):
+        headers["x-should-retry"] = "false"  # OpenAI's SDK would spend the whole time twice more
     if isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     document: Any = render(error)

@@ -292,7 +292,7 @@ def _naming(subject: str, kind: type[InvalidRequestError], bound: str = "max_tok
     try:
         yield
     except kind as error:
-        message = error.message.replace(" max_tokens is ", f" {bound} is ")  # as models say
+        message = error.message.replace(" max_tokens.", f" {bound}.")  # as models say
         raise type(error)(message, param=error.param or subject) from None
 
 

@@ -53,9 +53,12 @@ class Sites:
             )
         if origin is None or method in _READ_ONLY or self._origins & {ANY, origin}:
             return
-        if origin.lower().partition("://")[2] != host.lower():
+        own = origin.lower().partition("://")[2]
+        # A proxy may pass on a `Host` of its own; it is the name that the page was asked by that counts.
+        if own != host.lower() and not _matches(name_of(own), self._hosts):
             raise PermissionDeniedError(
-                "Web pages of other sites may not send this request: set cors_origins if they should."
+                "Web pages of other sites may not send this request: set cors_origins if they should, or "
+                "allowed_hosts if it is the gateway's own page, by the name that a proxy has."
             )
 
     def _named(self, host: str) -> bool:

@@ -83,6 +83,11 @@ class Request:
     shares_tail: bool = False
 
 
+def _says(max_context: int) -> str:
+    """Begin as OpenAI and vLLM do: clients look for these words, and shorten the conversation."""
+    return f"This model's maximum context length is {max_context} tokens."
+
+
 def check_length(prompt_tokens: int, max_context: int) -> None:
     """Refuse a prompt that leaves no room in the context.
 
@@ -91,7 +96,7 @@ def check_length(prompt_tokens: int, max_context: int) -> None:
     """
     if prompt_tokens > max_context - 1:
         raise PromptTooLongError(
-            f"the prompt has {prompt_tokens} tokens; the context is {max_context}, one for the answer"
+            f"{_says(max_context)} However, the prompt has {prompt_tokens} tokens, and the answer needs one."
         )
 
 
@@ -110,8 +115,9 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     check_length(length, max_context)
     if sampling.max_tokens is not None and length + sampling.max_tokens > max_context:
         raise PromptTooLongError(
-            f"the prompt has {length} tokens and max_tokens is {sampling.max_tokens}:"
-            f" together {length + sampling.max_tokens}, and the context is {max_context}"
+            f"{_says(max_context)} However, you requested {length + sampling.max_tokens} tokens"
+            f" ({length} in the prompt, {sampling.max_tokens} in the completion)."
+            " Please reduce the prompt or max_tokens."
         )
     generated = len(request.generated_ids)
     most = max_context - length if sampling.max_tokens is None else sampling.max_tokens

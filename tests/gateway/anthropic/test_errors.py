@@ -51,7 +51,10 @@ def test_a_context_that_is_exceeded_is_told_in_the_words_that_agents_look_for() 
             "prompt is too long: the prompt has 9 tokens; the context is 8",
         ),
         (
-            "the prompt has 5 tokens and max_tokens is 6: together 11, and the context is 8",
+            (
+                "This model's maximum context length is 8 tokens. However, you requested 11 tokens "
+                "(5 in the messages, 6 in the completion). Please reduce the messages or completion."
+            ),
             "input length and `max_tokens` exceed context limit: 5 + 6 > 8",
         ),
     ):

@@ -271,6 +271,21 @@ async def test_refusals_are_statuses(
         await served.until_idle()
 
 
+async def test_a_request_whose_time_is_over_is_not_sent_again_by_the_sdk() -> None:
+    asked = []
+
+    async def refuse(request: Generation) -> AsyncGenerator[Event, None]:
+        asked.append(request)
+        raise DeadlineError("late")
+        yield
+
+    async with on_socket(FakeUpstream(refuse)) as served:
+        sdk = served.sdk.with_options(max_retries=2)
+        with pytest.raises(openai.InternalServerError):
+            await sdk.chat.completions.create(model="glm", messages=MESSAGES)
+    assert len(asked) == 1
+
+
 class UnforeseenError(Exception):
     pass
 

@@ -85,9 +85,13 @@ async def test_a_near_miss_is_answered_with_what_was_meant(path: str, meant: str
         ("GET", "/v1/batches/batch_1", "`tritongate batch`"),
         ("POST", "/v1/files", "`tritongate batch`"),
         ("GET", "/v1/messages/batches", "`tritongate batch`"),
+        ("POST", "/v1/audio/speech", "/docs"),
+        ("GET", "/v1/realtime", "/docs"),
+        ("POST", "/rerank", "/docs"),
+        ("POST", "/openai/deployments/glm/chat/completions", "base URL"),
     ],
 )
-async def test_a_path_of_what_is_not_stored_says_what_to_do_instead(
+async def test_a_path_of_what_others_have_says_what_to_do_instead(
     method: str, path: str, instead: str
 ) -> None:
     async with in_process(FakeUpstream()) as served:

@@ -230,7 +230,7 @@ async def test_errors_before_the_first_byte_are_the_sdks_own(served: Served) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bound_beyond_the_context_is_named_as_it_was_sent(stream: bool, served: Served) -> None:
-    said = "the prompt has 5 tokens and max_tokens is 6: together 11, and the context is 8"
+    said = "You requested 11 tokens. Please reduce the prompt or max_tokens."
 
     async def refuse(_request: Generation) -> AsyncGenerator[Event, None]:
         raise ContextLengthError(said)

@@ -80,6 +80,32 @@ def test_pages_of_other_sites_only_read(method: str, origin: str, allowed: bool)
 
 
 @pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("https://llm.example.org", True),
+        ("http://LLM.example.org:8443", True),
+        ("https://evil.example", False),
+        ("https://evil.example#llm.example.org", False),
+        ("https://llm.example.org@evil.example", False),
+    ],
+)
+def test_behind_a_proxy_with_a_host_of_its_own_the_page_is_known_by_the_public_name(
+    origin: str, allowed: bool
+) -> None:
+    sites = Sites(settings(allowed_hosts=["llm.example.org"]))
+    if allowed:
+        sites.check("POST", "127.0.0.1:8080", origin)
+    else:
+        with pytest.raises(PermissionDeniedError, match="allowed_hosts"):
+            sites.check("POST", "127.0.0.1:8080", origin)
+
+
+def test_any_host_is_no_name_of_a_page() -> None:
+    with pytest.raises(PermissionDeniedError, match="allowed_hosts"):
+        Sites(settings(allowed_hosts=["*"])).check("POST", "127.0.0.1:8080", "https://evil.example")
+
+
+@pytest.mark.parametrize(
     "path", [CHAT, "/v1/completions", UNLOAD, "/v2/models/glm/infer", "/MutilBackendService/Predict"]
 )
 async def test_every_route_looks(path: str) -> None:

@@ -130,8 +130,18 @@ def test_without_max_tokens_the_answer_fills_the_context() -> None:
         ([-1], GREEDY, InvalidRequestError, "outside the vocabulary"),
         ([1], replace(GREEDY, logit_bias={61: 1.0}), InvalidRequestError, "logit_bias"),
         ([1], replace(GREEDY, stop_token_ids=frozenset({99})), InvalidRequestError, "stop_token_ids"),
-        ([1] * 64, replace(GREEDY, max_tokens=None), PromptTooLongError, "64 tokens; the context is 64"),
-        ([1] * 60, replace(GREEDY, max_tokens=5), PromptTooLongError, "together 65, and the context is 64"),
+        (
+            [1] * 64,
+            replace(GREEDY, max_tokens=None),
+            PromptTooLongError,
+            "is 64 tokens. However, the prompt has 64 tokens",
+        ),
+        (
+            [1] * 60,
+            replace(GREEDY, max_tokens=5),
+            PromptTooLongError,
+            "is 64 tokens. However, you requested 65",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(

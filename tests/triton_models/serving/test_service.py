@@ -306,7 +306,7 @@ def test_a_bound_on_all_tokens_cuts_the_answer_and_is_never_over_the_context(ser
 def test_a_bound_on_all_tokens_that_leaves_no_room_is_refused(served: Served) -> None:
     for prompt, total, words in (
         ("你好", 9, "together may have 9"),
-        ("你好" * 600, 10_000, "the context is 512"),
+        ("你好" * 600, 10_000, "context length is 512"),
     ):
         refused = served.ask(prompt, max_total_tokens=total).wait().refused
         assert refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
