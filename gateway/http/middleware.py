@@ -42,7 +42,7 @@ from gateway.errors import (
 )
 from gateway.http.protocol import SPARE
 from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records, RequestRecord
-from gateway.limits.admission import shutting_down
+from gateway.limits.admission import Phase, shutting_down
 from gateway.openai.responses_request import KEPT
 from gateway.telemetry.metrics import UNKNOWN
 
@@ -137,6 +137,7 @@ class RecordMiddleware:
                 headers[REQUEST_ID_HEADER] = record.request_id
                 if is_of_messages(scope["path"]):
                     headers[MESSAGES_ID_HEADER] = record.request_id
+                headers.update(self._records.gateway.key_limits.headers(record.key_name))
                 if record.ignored:
                     headers[IGNORED_HEADER] = ", ".join(record.ignored)
             await send(message)
@@ -153,7 +154,7 @@ class RecordMiddleware:
             await self._app(scope, receive, watched_send)
         except asyncio.CancelledError:
             # By the server, at the end of a drain: of what the drain itself could not end, as an unload.
-            if record.status is not None or not self._records.ended:
+            if record.status is not None or self._records.gateway.drain.phase is not Phase.ENDED:
                 raise
             over = shutting_down()
             record.fail(over)

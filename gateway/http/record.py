@@ -309,7 +309,7 @@ class Records:
     """Opens and closes the records of requests: id, resources, trace, metrics and access log."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self.gateway = gateway
         self._pacing = Pacing()
 
     @asynccontextmanager
@@ -331,7 +331,7 @@ class Records:
             route: returns the route that it took, for metrics; called when it is over.
             probe: whether machines poll it.
         """
-        gateway = self._gateway
+        gateway = self.gateway
         async with AsyncExitStack() as resources:
             record = RequestRecord(
                 request_id=_accept_request_id(headers.get(REQUEST_ID_HEADER.lower())),
@@ -351,11 +351,6 @@ class Records:
             resources.push(record.answer)
             yield record
 
-    @property
-    def ended(self) -> bool:
-        """Whether running requests were told to end."""
-        return self._gateway.drain.phase is Phase.ENDED
-
     async def admit(self, record: RequestRecord, *, spare: bool = False) -> None:
         """Let a request in, or wait behind those that came with it; a drain then waits for its end.
 
@@ -364,7 +359,7 @@ class Records:
         Raises:
             UnavailableError: it is no probe, and a drain runs, or it came by a `spare` connection.
         """
-        drain = self._gateway.drain
+        drain = self.gateway.drain
         if drain.phase is not Phase.SERVING and not record.probe:
             raise record.rejected(shutting_down(), "draining")
         if spare and not record.probe:
@@ -389,7 +384,7 @@ class Records:
             tokens = {"prompt": record.prompt_tokens, "generated": record.generated_tokens}
             metrics.key_used(record.key_name, model, status, **tokens)
         end_span(record, route)
-        settings = self._gateway.settings
+        settings = self.gateway.settings
         if status < HTTPStatus.BAD_REQUEST and _dice.random() >= settings.log_sample:
             return
         if settings.log_format == "plain":

@@ -118,6 +118,11 @@ class KeyLimits:
         """Return what the key of that owner uses; None for None, as when no keys are configured."""
         return None if name is None else self._uses[name]
 
+    def headers(self, name: str | None) -> dict[str, str]:
+        """Return what that owner's key has left of its limits per minute, as OpenAI tells its clients."""
+        use = self.use_of(name)
+        return {} if use is None else use.requests.headers() | use.tokens.headers()
+
     async def follow(self) -> None:
         """Follow what the other processes let in, until cancelled: also for keys that are not used here."""
         while True:
@@ -138,15 +143,15 @@ class KeyUse:
     def __init__(self, key: ApiKey, shared: Numbers) -> None:
         self._max_in_flight = key.max_in_flight
         self._in_flight = shared.gauge()
-        self._requests = _Bucket("requests", key.requests_per_minute, shared)
-        self._tokens = _Bucket("tokens", key.tokens_per_minute, shared)
+        self.requests = _Bucket("requests", key.requests_per_minute, shared)
+        self.tokens = _Bucket("tokens", key.tokens_per_minute, shared)
         self._day = _Day(key.tokens_per_day, shared)
 
     def limit(self, key: ApiKey) -> None:
         """Hold to the limits of `key` from now on."""
         self._max_in_flight = key.max_in_flight
-        self._requests.limit(key.requests_per_minute)
-        self._tokens.limit(key.tokens_per_minute)
+        self.requests.limit(key.requests_per_minute)
+        self.tokens.limit(key.tokens_per_minute)
         self._day.most = key.tokens_per_day
 
     def check(self) -> None:
@@ -156,8 +161,8 @@ class KeyUse:
             RateLimitError: a limit is reached.
         """
         self._day.check()
-        self._tokens.check()
-        self._requests.check()
+        self.tokens.check()
+        self.requests.check()
         if self._max_in_flight is not None and self._in_flight.total() >= self._max_in_flight:
             raise self._busy(self._max_in_flight)
 
@@ -179,17 +184,17 @@ class KeyUse:
             self._in_flight.own += taken
         elif not self._in_flight.add_within(taken, most):
             raise self._busy(most)
-        self._requests.take(1)
+        self.requests.take(1)
         return taken
 
     def refused(self) -> None:
         """Count a request that the gateway refused before it could begin (divergence 15)."""
-        self._requests.take(1)
+        self.requests.take(1)
 
     def look(self) -> None:
         """Take note of what the other processes let in."""
-        self._requests.look()
-        self._tokens.look()
+        self.requests.look()
+        self.tokens.look()
 
     def end(self, taken: int, tokens: int) -> None:
         """Release what `begin` returned, and count the tokens of prompt and answers.
@@ -198,7 +203,7 @@ class KeyUse:
         has to wait longer.
         """
         self._in_flight.own -= taken
-        self._tokens.take(tokens)
+        self.tokens.take(tokens)
         self._day.take(tokens)
 
     def _busy(self, most: int) -> RateLimitError:
@@ -286,6 +291,18 @@ class _Bucket:
                 f"This API key has used its {self._per_minute:.0f} {self._what} a minute.",
                 retry_after_s=math.ceil((1 - self._level) * _MINUTE_S / self._per_minute),
             )
+
+    def headers(self) -> dict[str, str]:
+        """Return the limit, what is left, and when the bucket is full; nothing without a limit."""
+        if math.isinf(self._per_minute):
+            return {}
+        self.look()
+        full_s = (self._per_minute - self._level) * _MINUTE_S / self._per_minute
+        said = {"limit": self._per_minute, "remaining": max(self._level, 0), "reset": math.ceil(full_s)}
+        return {
+            f"x-ratelimit-{name}-{self._what}": f"{int(value)}{'s' if name == 'reset' else ''}"
+            for name, value in said.items()
+        }
 
     def take(self, count: int) -> None:
         """Take `count`, even if the bucket holds fewer."""

@@ -15,7 +15,7 @@ from gateway.settings.values import ApiKey
 from gateway.telemetry.metrics import Place
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.places import places
-from tests.gateway.serving import CHAT, MESSAGES, on_socket, until
+from tests.gateway.serving import CHAT, MESSAGES, in_process, on_socket, until
 
 NAMED = Named(2, KeyUse.GAUGES, KeyUse.COUNTERS)
 KEYS = [{"name": "narrow", "key": "one", "max_in_flight": 2}, {"name": "wide", "key": "two"}]
@@ -94,6 +94,30 @@ def test_tokens_are_charged_at_the_end_with_any_excess(
     assert raised.value.retry_after_s == 31
     pass_time(31)
     key.begin(1)
+
+
+def test_what_is_left_is_told_as_openai_does(pass_time: Callable[[float], None]) -> None:
+    bounds = {"requests_per_minute": 30, "tokens_per_minute": 600, "tokens_per_day": 9000}
+    keys = [
+        ApiKey.model_validate(each)
+        for each in ({"name": "a", "key": "1", **bounds}, {"name": "b", "key": "2"})
+    ]
+    limits = KeyLimits(keys, SharedCounters(gauges=0, counters=0, named=NAMED))
+    key = limits.use_of("a")
+    assert key is not None
+    key.end(key.begin(1), 900)
+    assert limits.headers("a") == {
+        "x-ratelimit-limit-requests": "30",
+        "x-ratelimit-remaining-requests": "29",
+        "x-ratelimit-reset-requests": "2s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "90s",
+    }
+    pass_time(90)
+    assert limits.headers("a")["x-ratelimit-remaining-tokens"] == "600"
+    assert limits.headers("a")["x-ratelimit-reset-tokens"] == "0s"
+    assert limits.headers("b") == limits.headers(None) == {}
 
 
 def test_a_long_answer_saves_no_tokens_up(pass_time: Callable[[float], None]) -> None:
@@ -306,6 +330,21 @@ def test_more_names_than_there_is_room_for_change_nothing() -> None:
     with pytest.raises(ConfigurationError, match="restart the gateway"):
         limits.apply(keys)
     assert limits.use_of("b") is not None
+
+
+async def test_over_http_a_key_is_told_what_it_has_left() -> None:
+    keys = [{"name": "a", "key": "k" * 16, "requests_per_minute": 2}]
+    async with in_process(FakeUpstream(), api_keys=keys) as served:
+        told = []
+        for _ in range(3):
+            answer = await served.http.post(
+                CHAT,
+                json={"model": "glm", "messages": MESSAGES},
+                headers={"Authorization": "Bearer " + "k" * 16},
+            )
+            told.append((answer.status_code, answer.headers["x-ratelimit-remaining-requests"]))
+        assert told == [(200, "1"), (200, "0"), (429, "0")]
+        assert "x-ratelimit-limit-requests" not in (await served.http.get("/health/live")).headers
 
 
 async def test_over_http_a_key_has_its_models_and_its_day() -> None:
