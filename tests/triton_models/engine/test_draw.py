@@ -168,12 +168,14 @@ def rows(kind: str, count: int = 4) -> Tensor:
 def by_definition(row: Tensor, top_k: int, top_p: float, min_p: float) -> list[int]:
     """The ids that stay, from whole sorted rows in float64."""
     weights = row.double().exp()
-    order = [key for key in row.sort(descending=True, stable=True).indices.tolist() if weights[key] >= min_p]
+    likely = (weights >= min_p).tolist()
+    order = [key for key in row.sort(descending=True, stable=True).indices.tolist() if likely[key]]
     kept = order[: top_k or len(order)]
     if top_p == 1:
         return sorted(kept)
     before = torch.cat([torch.zeros(1).double(), weights[kept].cumsum(0)[:-1]])
-    return sorted(key for key, sum_ in zip(kept, before, strict=True) if sum_ < top_p * weights[kept].sum())
+    taking_part = (before < top_p * weights[kept].sum()).tolist()
+    return sorted(key for key, takes_part in zip(kept, taking_part, strict=True) if takes_part)
 
 
 def staying(scaled: Tensor, limits: Limits) -> list[list[int]]:
