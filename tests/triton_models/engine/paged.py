@@ -41,18 +41,16 @@ class Heads:
 
 
 def naive(queries: Tensor, keys: Tensor, values: Tensor, slopes: Tensor | None = None) -> Tensor:
-    """Causal attention of a whole sequence, head by head and position by position, in float64."""
+    """Causal attention of a whole sequence, by its definition, in float64."""
     queries, keys, values = queries.double(), keys.double(), values.double()
-    result = torch.empty_like(queries)
-    heads, kv_heads = queries.shape[1], keys.shape[1]
-    for head in range(heads):
-        shared = head // (heads // kv_heads)
-        for position in range(len(queries)):
-            scores = keys[: position + 1, shared] @ queries[position, head] / queries.shape[2] ** 0.5
-            if slopes is not None:
-                scores += slopes[head].double() * torch.arange(-position, 1)
-            result[position, head] = scores.softmax(0) @ values[: position + 1, shared]
-    return result
+    length, heads, size = queries.shape
+    keys, values = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (keys, values))
+    distances = torch.arange(length) - torch.arange(length)[:, None]
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) / size**0.5
+    if slopes is not None:
+        scores += slopes.double()[:, None, None] * distances
+    weights = scores.masked_fill(distances > 0, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 class PagedSequence:
