@@ -1,8 +1,6 @@
 """Runs the kernels under the Triton interpreter where there is no GPU, and compiled where there is one."""
 
 import os
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,8 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl  # noqa: E402 - after the choice above
 from triton.runtime import interpreter  # noqa: E402
+
+from tests.triton_models.engine.kernels.interpreter import hasten  # noqa: E402
 
 
 def _correct_bfloat16(patch: pytest.MonkeyPatch) -> None:
@@ -67,39 +67,12 @@ def _rounded(compute: Any, widen: Any, convert: Any) -> Any:
     return rounded
 
 
-def _compute_less(patch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes most of a kernel's time here and changes no number.
-
-    The interpreter puts its operations in the language's place in every function that a kernel calls. It
-    computes integers again in 64 bits to tell of an overflow, but tells only if `debug` is set, which it
-    never is. And it makes a table of types for each that it looks up.
-    """
-    prepare: Any = interpreter._patch_lang
-    prepare(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    patch.setattr(interpreter, "_patch_lang", lambda _function: interpreter._LangPatchScope())
-
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
-
-    look_up: Any = interpreter._get_np_dtype
-    known: dict[str, Any] = {}
-
-    def look_up_once(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in known:
-            known[name] = look_up(kind)
-        return known[name]
-
-    patch.setattr(interpreter, "_get_np_dtype", look_up_once)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_arithmetic() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             _correct_bfloat16(patch)
-            _compute_less(patch)
+            hasten(patch)
         yield
 
 
