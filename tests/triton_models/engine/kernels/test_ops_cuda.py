@@ -28,7 +28,6 @@ from triton_models.engine.blocks import KVCache
 from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
-from triton_models.engine.kernels import linear
 from triton_models.engine.kernels.attention_decode import DecodePlan, share_out
 from triton_models.engine.kernels.attention_prefill import MANY_ROWS
 from triton_models.engine.kernels.fp8 import quantise_rows
@@ -67,7 +66,7 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Backend:
         do_again(monkeypatch)
         monkeypatch.setattr(graphs, "_CHUNKS", SMALL.max_running)
         large = Tiling(block_n=128, block_k=64, splits=2, warps=4, stages=3)
-        monkeypatch.setattr(linear, "tiling_for", lambda *_shape, **_options: large)
+        monkeypatch.setattr(ops_cuda, "tiling_for", lambda *_shape, **_options: large)
     return cuda_backend(torch.float32)
 
 
@@ -234,7 +233,9 @@ def test_products_of_normed_inputs(
     weight = random(256, dtype=torch.float32, device=device, seed=2)
     bias = random(256, dtype=torch.float32, device=device, seed=3) if biased else None
     norm, kept = Norm(weight, bias, 1e-5), inputs.clone()
-    products = operations.linear, operations.linear_swiglu, operations.linear_gelu
+    products: tuple[Callable[..., Tensor], ...] = (
+        operations.linear, operations.linear_swiglu, operations.linear_gelu,
+    )  # fmt: skip
     normed = operations.norm(inputs, norm)
     expected = [product(normed, matrix) for product in products]
     launches = Mock(wraps=quantise_rows)
