@@ -16,9 +16,6 @@ from triton.runtime import interpreter
 
 core: Any = tl.core
 
-_RULES = 4
-"""Of what an operation takes; the last one: whether it divides."""
-
 
 def hasten(patch: pytest.MonkeyPatch) -> None:
     """Leave out what takes most of a kernel's time and changes no number."""
@@ -26,7 +23,6 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
     _ignore_overflows(patch)
     _keep_shapes(patch)
     _keep_types(patch)
-    _keep_operands(patch)
 
 
 def _prepare_once(patch: pytest.MonkeyPatch) -> None:
@@ -120,31 +116,6 @@ def _keep_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.dtype, "__eq__", equal_if_same)
     patch.setattr(core, "_unwrap_if_constexpr", unwrap_what_is_wrapped)
     patch.setattr(TritonSemantic, "computation_type_impl", promote_once)
-
-
-def _keep_operands(patch: pytest.MonkeyPatch) -> None:
-    """Make two operands alike only where they are not, and each constant once."""
-    match: Any = TritonSemantic.binary_op_type_checking_impl
-    make_constant: Any = TritonSemantic.scalar_constant
-    constants: dict[Any, Any] = {}
-    tensor = False  # that is no number
-
-    def match_what_differs(self: Any, lhs: Any, rhs: Any, *rules: bool) -> Any:
-        kind = getattr(lhs, "dtype", None)
-        alike = kind is not None and kind is getattr(rhs, "dtype", None) and not kind.is_ptr()
-        divides = len(rules) == _RULES and rules[-1]
-        if alike and self.computation_type_impl(kind, tensor, kind, tensor, divides) is kind:
-            return self.broadcast_impl_value(lhs, rhs)
-        return match(self, lhs, rhs, *rules)
-
-    def make_constant_once(self: Any, value: Any, dtype: Any) -> Any:
-        key = type(value), value, dtype.name
-        if key not in constants:
-            constants[key] = make_constant(self, value, dtype)
-        return constants[key]
-
-    patch.setattr(TritonSemantic, "binary_op_type_checking_impl", match_what_differs)
-    patch.setattr(TritonSemantic, "scalar_constant", make_constant_once)
 
 
 def _by_name(ask: Any) -> Any:
