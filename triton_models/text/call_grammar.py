@@ -22,9 +22,9 @@ from triton_models.text.literal_grammar import BOUNDS, COMMON_RULES, LiteralGram
 from triton_models.text.schemas import (
     check_schema,
     check_size,
-    drop_needless_keywords,
     reachable,
     rewrite_look_aheads,
+    simplify,
 )
 from wire.calls import FENCE, OPENING
 from wire.grammar import (
@@ -149,13 +149,13 @@ def call_document(
 
 
 def check_tools(calls: ToolCalls) -> None:
-    """Check the tools' schemas, and drop from them what restricts nothing."""
+    """Check the tools' schemas, and simplify them."""
     size = Counter[str]()
     for tool in calls.tools:
         size += check_schema(tool.parameters, "parameters", strict=tool.strict)
     check_size(size)
     for tool in calls.tools:
-        drop_needless_keywords(tool.parameters)
+        simplify(tool.parameters)
 
 
 def strict_schemas(calls: ToolCalls) -> list[tuple[str, Any]]:

@@ -22,9 +22,9 @@ from triton_models.errors import InvalidGrammarError
 from triton_models.text.schemas import (
     check_schema,
     check_size,
-    drop_needless_keywords,
     keywords_alone,
     rewrite_look_aheads,
+    simplify,
 )
 from wire.grammar import Grammar, Reasoning, decode_choices
 
@@ -158,7 +158,7 @@ def text_rule(grammar: Grammar) -> TextRule:
             schema = read(msgspec.json.decode, grammar.text, "JSON schema")
             size = check_schema(schema, strict=True)
             check_size({"properties": size["properties"]})
-            drop_needless_keywords(schema)
+            simplify(schema)
             rewrite_look_aheads(schema)
             return TextRule(json_rule(schema), schema=schema)
         case "regex":

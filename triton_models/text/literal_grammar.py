@@ -70,7 +70,7 @@ class LiteralGrammar:
     def arguments(self) -> str:
         """Return the expression for `k=v, ...`, and add its rules to `rules`.
 
-        The tool's schema must have passed `check_schema`.
+        The tool's schema must have passed `check_schema` and `simplify`.
 
         Raises:
             InvalidGrammarError: the tool is strict, and its schema cannot be expressed in full.
@@ -180,9 +180,6 @@ class LiteralGrammar:
     def _list(self, schema: dict[str, Any], path: str) -> str:
         items = schema.get("items", True)
         first = schema.get("prefixItems", [])
-        if isinstance(items, list):
-            self._cannot(path, "a list of items")
-            items, first = True, items
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most is not None and most < least:
             raise InvalidGrammarError(f"{path}.maxItems contradicts minItems")

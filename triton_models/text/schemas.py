@@ -60,6 +60,7 @@ class _Keywords(msgspec.Struct, rename="camel"):
     min_properties: _Count = 0
     max_properties: _Count = 0
     items: _Schema | list[_Schema] = True
+    additional_items: _Schema = True
     prefix_items: list[_Schema] = []
     contains: _Schema = True
     min_items: _Count = 0
@@ -79,14 +80,18 @@ _IN_PLACE: Final = ("anyOf", "oneOf", "allOf")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS: Final = _MAPS[2:]
 _ENFORCED: Final = (*_MAPS[:2], *_IN_PLACE, "prefixItems", "items", "additionalProperties")
-_IN_USE: Final = (*_ENFORCED, "propertyNames", "contains", "not", "if", "then", "else")
-"""The keywords whose values are schemas, lists of schemas, or maps; llguidance refuses the later ones."""
+_IN_USE: Final = (*_ENFORCED, "additionalItems", "propertyNames", "contains", "not", "if", "then", "else")
+"""The keywords whose values are schemas, lists of schemas, or maps; llguidance refuses or ignores the later
+ones."""
 
 _OLD: Final = (
-    *("additionalItems", "extends", "disallow", "divisibleBy"),
-    *("requires", "maxDecimal", "minimumCanEqual", "maximumCanEqual"),
+    *("extends", "disallow", "divisibleBy", "requires", "maxDecimal"),
+    *("minimumCanEqual", "maximumCanEqual"),
 )
 """Keywords of older drafts, which llguidance ignores."""
+
+_OLD_ITEM: Final = re.compile(r"/items/(?=\d+(?:/|\Z))")
+"""Where a reference leads into a list of `items`."""
 
 _LIMITS: Final = {"properties": PROPERTIES, "values in enumerations": VALUES}
 
@@ -147,12 +152,22 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
     return size
 
 
-def drop_needless_keywords(schema: Any) -> None:
-    """Drop from a schema that passed `check_schema` each `propertyNames` that every name conforms to.
+def simplify(schema: Any) -> None:
+    """Write a schema that passed `check_schema` in fewer keywords of the same meaning, for all grammars.
 
-    zod writes one for each record. llguidance refuses the keyword, whatever its value is.
+    A list of `items` with `additionalItems`, as draft 7 has it, becomes `prefixItems` with `items`, which
+    llguidance ignores where `$schema` says draft 7. Without a list, `additionalItems` has no meaning.
+
+    A `propertyNames` that every name conforms to is dropped: zod writes one for each record, and llguidance
+    refuses the keyword, whatever its value is.
     """
     for _, each in reachable(schema, "$"):
+        each.pop("$schema", None)
+        more = each.pop("additionalItems", True)
+        if isinstance(each.get("items"), list):
+            each |= {"prefixItems": each["items"], "items": more}
+        if "$ref" in each:
+            each["$ref"] = _OLD_ITEM.sub("/prefixItems/", each["$ref"])
         if "propertyNames" in each and _allows_every_name(schema, each["propertyNames"]):
             del each["propertyNames"]
 

@@ -52,6 +52,14 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         d={"type": "array", "items": {"type": "boolean"}, "maxItems": 1},
         e={"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1},
     ),
+    "old tuples": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **obj(
+            a={"type": "array", "items": [{"const": 1}, {"type": "null"}], "additionalItems": False},
+            b={"type": "array", "items": {"type": "boolean"}, "additionalItems": False, "maxItems": 3},
+            c={"$ref": "#/properties/a/items/1"},
+        ),
+    },
     "nested": obj(a=obj(["y"], x={"type": ["integer", "null"]}, y={"type": "boolean"}), b={"type": "object"}),
     "references": {
         **obj(t={"$ref": "#/$defs/tree"}),
@@ -109,7 +117,6 @@ UNENFORCED: dict[str, Any] = {
     "unevaluatedProperties": False,
     "$dynamicRef": "#a",
     "$recursiveRef": "#",
-    "additionalItems": False,
     "extends": {"type": "null"},
     "disallow": "string",
     "divisibleBy": 2,

@@ -44,6 +44,14 @@ SCHEMAS: dict[str, Any] = {
     "union": {
         "anyOf": [{"type": "integer"}, {"type": "array", "prefixItems": [{"const": 1}], "items": False}]
     },
+    "old tuple": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "array",
+        "items": [{"const": 1}, {"type": "null"}],
+        "additionalItems": {"const": 2},
+        "minItems": 3,
+        "maxItems": 4,
+    },
     "pattern": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{1,3}$"},
     "decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "maxLength": 9},
     "date": {"type": "string", "format": "date"},
@@ -209,7 +217,6 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
         ("json_schema", '{"items": {"type": "string", "pattern": "a(?=b)"}}', r"^\$\.items: .*look-ahead"),
         ("json_schema", '{"if": {}}', "if"),
         ("json_schema", '{"propertyNames": {"pattern": "^a"}}', "propertyNames"),
-        ("json_schema", '{"items": [{}], "additionalItems": false}', "additionalItems"),
         ("json_schema", '{"items": [{}], "prefixItems": [false]}', r"^\$: prefixItems"),
         ("json_schema", '{"properties": {"a": {"minProperties": 2}}}', r"\$\.properties\.a: minProperties"),
         ("json_schema", '{"$ref": "http://example.com/a"}', "example.com"),
