@@ -41,13 +41,14 @@ BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "
 _KEYWORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "object": ("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
+    "string": ("minLength", "maxLength", "pattern", "format", "allOf"),
     "number": BOUNDS,
     "integer": BOUNDS,
     "boolean": (),
     "null": (),
 }
-"""What is enforced for each type. A schema without a type is of the first that has one of its keywords."""
+"""What is enforced for each type. A schema without a type is of the first that has one of its keywords. A
+string's `allOf` may have a string's keywords."""
 
 _LARGEST = 10**15
 
@@ -98,7 +99,7 @@ class LiteralGrammar:
         if "$ref" in schema:
             return self._reference(schema, path)
         for keyword in ("anyOf", "oneOf", "allOf"):
-            if keyword in schema:
+            if keyword in schema and not _is_text(schema):
                 return self._combined(schema, keyword, path)
         if "enum" in schema or "const" in schema:
             return self._one_of(schema, path)
@@ -195,13 +196,13 @@ class LiteralGrammar:
         enforced: dict[str, Any] = {
             name: schema[name] for name in ("minLength", "maxLength") if name in schema
         }
-        for keyword in ("pattern", "format"):
+        for keyword in ("allOf", "pattern", "format"):
             if keyword not in schema:
                 continue
             each = without_look_ahead({**enforced, "type": "string", keyword: schema[keyword]})
             if self._fits(each, keyword, path):
                 enforced = each
-        if enforced.keys() & {"pattern", "format"}:
+        if enforced.keys() - {"minLength", "maxLength"}:
             return _shared_json(enforced)
         if not enforced:
             return "STR"
@@ -293,6 +294,17 @@ class LiteralGrammar:
 def _kinds(schema: dict[str, Any]) -> list[str]:
     kinds: str | list[str] = schema.get("type", [])
     return [kinds] if isinstance(kinds, str) else kinds
+
+
+def _is_text(schema: dict[str, Any]) -> bool:
+    """Return whether `schema` is of strings, and has keywords of strings alone."""
+    return (
+        schema.get("type") == "string"
+        and schema.keys() & RESTRICTIONS <= {"type", *_KEYWORDS["string"]}
+        and all(
+            isinstance(part, dict) and _is_text({"type": "string"} | part) for part in schema.get("allOf", ())
+        )
+    )
 
 
 def _argument(name: str, value: str) -> str:

@@ -30,6 +30,11 @@ faster than their number."""
 VALUES: Final = 10_000
 """Most enumerated values in the schemas of all tools: they take half a second in Python's notation."""
 
+_FORMATS: Final = frozenset(
+    ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+"""Those of strings that llguidance enforces."""
+
 _Schema = dict[str, Any] | bool
 _Schemas = Annotated[list[_Schema], msgspec.Meta(min_length=1)]
 _Named = dict[str, _Schema]
@@ -159,7 +164,8 @@ def simplify(schema: Any) -> None:
     llguidance ignores where `$schema` says draft 7. Without a list, `additionalItems` has no meaning.
 
     A `propertyNames` that every name conforms to is dropped: zod writes one for each record, and llguidance
-    refuses the keyword, whatever its value is.
+    refuses the keyword, whatever its value is. So is a `format` of what is no string, and an unknown one
+    whose meaning a `pattern` tells, as in zod.
     """
     for _, each in reachable(schema, "$"):
         each.pop("$schema", None)
@@ -170,6 +176,8 @@ def simplify(schema: Any) -> None:
             each["$ref"] = _OLD_ITEM.sub("/prefixItems/", each["$ref"])
         if "propertyNames" in each and _allows_every_name(schema, each["propertyNames"]):
             del each["propertyNames"]
+        if "format" in each and _tells_nothing(each):
+            del each["format"]
 
 
 _NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^?\[((?:\\.|[^\]\[\\^])(?:\\.|[^\]\[\\])*)\]\*\$\)(?=[^|]*\Z)")
@@ -192,6 +200,14 @@ def rewrite_look_aheads(schema: Any) -> None:
     """Rewrite each pattern of a schema that passed `check_schema` as `without_look_ahead`."""
     for _, each in reachable(schema, "$"):
         each.update(without_look_ahead(each))
+
+
+def _tells_nothing(schema: dict[str, Any]) -> bool:
+    """Return whether the `format` of `schema` restricts nothing, or what a `pattern` does."""
+    if "string" not in schema.get("type", "string"):
+        return True
+    parts = [each for each in (schema, *schema.get("allOf", ())) if isinstance(each, dict)]
+    return schema["format"] not in _FORMATS and any("pattern" in each for each in parts)
 
 
 def _allows_every_name(schema: Any, names: Any) -> bool:

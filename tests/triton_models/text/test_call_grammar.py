@@ -39,10 +39,20 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         b={"type": "string", "minLength": 2, "maxLength": 4},
         c={"type": "string", "format": "date"},
     ),
+    "checked": obj(
+        a={
+            "type": "string",
+            "format": "includes",
+            "minLength": 2,
+            "maxLength": 6,
+            "allOf": [{"type": "string", "pattern": "^a.*"}, {"pattern": ".*c$"}],
+        },
+        b={"type": "string", "format": "hex", "pattern": "^[0-9a-f]{2}$"},
+    ),
     "numbers": obj(
         a={"type": "integer", "minimum": -3, "maximum": 7},
         b={"type": "number", "exclusiveMinimum": 0, "maximum": 1.5},
-        c={"type": "integer", "multipleOf": 5},
+        c={"type": "integer", "multipleOf": 5, "format": "int64"},
         d={"type": "number", "maximum": -4},
     ),
     "arrays": obj(

@@ -54,6 +54,16 @@ SCHEMAS: dict[str, Any] = {
     },
     "pattern": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{1,3}$"},
     "decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "maxLength": 9},
+    "checked": {
+        "type": "string",
+        "format": "includes",
+        "maxLength": 6,
+        "allOf": [
+            {"type": "string", "pattern": "^[a-c].*"},
+            {"type": "string", "format": "uppercase", "pattern": "^[^a-z]*1?"},
+        ],
+    },
+    "no format": {"type": ["integer", "null"], "format": "int32", "minimum": 0, "maximum": 99},
     "date": {"type": "string", "format": "date"},
     "tree": {
         "$ref": "#/$defs/node",
