@@ -23,7 +23,7 @@ from triton_models.text.schemas import (
     check_schema,
     check_size,
     reachable,
-    rewrite_look_aheads,
+    rewrite,
     simplify,
 )
 from wire.calls import FENCE, OPENING
@@ -70,7 +70,7 @@ def json_arguments(tool: CallableTool, _name: str) -> tuple[str, str]:
     if schema["type"] != "object":
         raise InvalidGrammarError("parameters.type must be object")
     _close(schema)
-    rewrite_look_aheads(schema)
+    rewrite(schema)
     if not tool.strict:
         _drop_what_fails(schema)
     return json_rule(schema, lenient=not tool.strict), ""

@@ -23,7 +23,7 @@ from triton_models.text.schemas import (
     check_schema,
     check_size,
     keywords_alone,
-    rewrite_look_aheads,
+    rewrite,
     simplify,
 )
 from wire.grammar import Grammar, Reasoning, decode_choices
@@ -159,7 +159,7 @@ def text_rule(grammar: Grammar) -> TextRule:
             size = check_schema(schema, strict=True)
             check_size({"properties": size["properties"]})
             simplify(schema)
-            rewrite_look_aheads(schema)
+            rewrite(schema)
             return TextRule(json_rule(schema), schema=schema)
         case "regex":
             regex = llguidance.regex_to_lark(grammar.text, "")

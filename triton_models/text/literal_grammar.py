@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from triton_models.errors import InvalidGrammarError
 from triton_models.text.grammar_text import fault, json_rule, literal
-from triton_models.text.schemas import target, without_look_ahead
+from triton_models.text.schemas import rewritten, target
 from wire.calls import is_parameter
 from wire.grammar import RESTRICTIONS, CallableTool
 
@@ -199,7 +199,7 @@ class LiteralGrammar:
         for keyword in ("allOf", "pattern", "format"):
             if keyword not in schema:
                 continue
-            each = without_look_ahead({**enforced, "type": "string", keyword: schema[keyword]})
+            each = rewritten({**enforced, "type": "string", keyword: schema[keyword]})
             if self._fits(each, keyword, path):
                 enforced = each
         if enforced.keys() - {"minLength", "maxLength"}:

@@ -7,9 +7,11 @@ the interpreter for a second where a schema is large.
 And drops what llguidance refuses though it restricts nothing, and rewrites what it takes in other words.
 """
 
+import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import unquote
@@ -98,6 +100,16 @@ _OLD: Final = (
 _OLD_ITEM: Final = re.compile(r"/items/(?=\d+(?:/|\Z))")
 """Where a reference leads into a list of `items`."""
 
+_EXACT: Final = 2**53
+_INWARD: Final[Mapping[str, tuple[float, Callable[[float, float], bool]]]] = {
+    "minimum": (math.inf, operator.lt),
+    "exclusiveMinimum": (math.inf, operator.le),
+    "maximum": (-math.inf, operator.gt),
+    "exclusiveMaximum": (-math.inf, operator.ge),
+}
+"""Where the values within a bound are, and whether a number is beyond it. llguidance computes with floats, so
+that beyond `_EXACT` an exclusive bound is among the values."""
+
 _LIMITS: Final = {"properties": PROPERTIES, "values in enumerations": VALUES}
 
 
@@ -165,7 +177,7 @@ def simplify(schema: Any) -> None:
 
     A `propertyNames` that every name conforms to is dropped: zod writes one for each record, and llguidance
     refuses the keyword, whatever its value is. So is a `format` of what is no string, and an unknown one
-    whose meaning a `pattern` tells, as in zod.
+    whose meaning a `pattern` tells, as in zod. A bound that llguidance would round becomes narrower.
     """
     for _, each in reachable(schema, "$"):
         each.pop("$schema", None)
@@ -176,30 +188,50 @@ def simplify(schema: Any) -> None:
             each["$ref"] = _OLD_ITEM.sub("/prefixItems/", each["$ref"])
         if "propertyNames" in each and _allows_every_name(schema, each["propertyNames"]):
             del each["propertyNames"]
+        for keyword, (inward, is_outside) in _INWARD.items():
+            bound = each.get(keyword, 0)
+            if abs(bound) > _EXACT and is_outside(float(bound), bound):
+                each[keyword] = math.nextafter(bound, inward)
         if "format" in each and _tells_nothing(each):
             del each["format"]
 
 
+_DATE: Final = (
+    r"^0{0,3}[1-9]",
+    r"^((..(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-|.{5}(0[^2]|1)|.{8}([013]|2[^9]))",
+)
+"""Of dates: the year is not 0; it is a leap year, or the month or the day is another than in February 29."""
 _NOT_ALL_OF: Final = re.compile(r"\^\(\?!\^?\[((?:\\.|[^\]\[\\^])(?:\\.|[^\]\[\\])*)\]\*\$\)(?=[^|]*\Z)")
 """Begins a pattern for texts that are not of these characters alone; no alternative is without it."""
 
 
-def without_look_ahead(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema`, not those within it, with a pattern of the same meaning that llguidance can read.
+_NARROWER: Final[Mapping[str, tuple[str, ...]]] = {
+    "date": _DATE,
+    "date-time": (*_DATE, r"^.{17}[0-5]"),
+    "time": (r"^.{6}[0-5]",),
+    "hostname": (r"^.{1,253}$",),
+}
+"""Patterns of what validators take of some formats. llguidance allows February 29 and second 60 anywhere."""
 
-    The one for `Decimal` of pydantic up to 2.13 has to have more than `[-+.]`.
+
+def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return `schema`, not those within it, in other words where llguidance reads it wrongly or not at all.
+
+    The pattern that it cannot read is the one for `Decimal` of pydantic up to 2.13: it has to have more than
+    `[-+.]`.
     """
-    if (found := _NOT_ALL_OF.match(schema.get("pattern", ""))) is None:
-        return schema
-    some_other = {"pattern": f"[^{found[1]}]"}
-    rest = f"^{schema['pattern'][found.end() :]}"
-    return schema | {"pattern": rest, "allOf": [*schema.get("allOf", ()), some_other]}
+    patterns = [*_NARROWER.get(schema.get("format", ""), ())]
+    if found := _NOT_ALL_OF.match(schema.get("pattern", "")):
+        patterns.append(f"[^{found[1]}]")
+        schema = schema | {"pattern": f"^{schema['pattern'][found.end() :]}"}
+    parts = [*schema.get("allOf", ()), *({"pattern": each} for each in patterns)]
+    return schema | {"allOf": parts} if patterns else schema
 
 
-def rewrite_look_aheads(schema: Any) -> None:
-    """Rewrite each pattern of a schema that passed `check_schema` as `without_look_ahead`."""
+def rewrite(schema: Any) -> None:
+    """Replace each schema in one that passed `check_schema` by itself as `rewritten`."""
     for _, each in reachable(schema, "$"):
-        each.update(without_look_ahead(each))
+        each.update(rewritten(each))
 
 
 def _tells_nothing(schema: dict[str, Any]) -> bool:
@@ -274,6 +306,9 @@ def _check_enforced(schema: dict[str, Any], keywords: _Keywords, where: str) -> 
             raise _fault(where, f": the keyword {keyword} cannot be enforced")
     if keywords.prefix_items and isinstance(keywords.items, list):
         raise _fault(where, ": prefixItems beside a list of items cannot be enforced")
+    values = (schema.get("const"), *keywords.enum)
+    if any(isinstance(value, int) and abs(value) > _EXACT for value in values):
+        raise _fault(where, ": an integer beyond 2^53 in const or enum cannot be enforced")
     if keywords.min_properties > max(1, len(set(keywords.required))):
         # A key that `properties` does not name may be generated twice, and then counts only once.
         raise _fault(where, ": minProperties over 1 cannot be enforced beyond the required properties")

@@ -229,6 +229,12 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
         ("json_schema", '{"propertyNames": {"pattern": "^a"}}', "propertyNames"),
         ("json_schema", '{"items": [{}], "prefixItems": [false]}', r"^\$: prefixItems"),
         ("json_schema", '{"properties": {"a": {"minProperties": 2}}}', r"\$\.properties\.a: minProperties"),
+        (
+            "json_schema",
+            '{"items": {"enum": [1, 9007199254740993]}}',
+            r"^\$\.items: .*2\^53 in const or enum",
+        ),
+        ("json_schema", '{"minimum": 1%s}' % ("0" * 400), "minimum"),
         ("json_schema", '{"$ref": "http://example.com/a"}', "example.com"),
         ("json_schema", '{"type": "string", "format": "colour"}', "colour"),
         ("json_schema", '{"oneOf": [{"type": "integer"}, {"minimum": 3}]}', "oneOf"),

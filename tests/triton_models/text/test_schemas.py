@@ -12,7 +12,7 @@ from triton_models.text.schemas import (
     VALUES,
     check_schema,
     check_size,
-    rewrite_look_aheads,
+    rewrite,
     simplify,
 )
 from triton_models.text.tokenizers import Tokenizer
@@ -199,9 +199,50 @@ def test_a_pattern_that_looks_ahead_at_its_beginning_alone_is_rewritten(
 ) -> None:
     same = {"type": "string", "pattern": pattern}
     schema: dict[str, Any] = {"items": [same.copy()], "enum": [same]}
-    rewrite_look_aheads(schema)
+    rewrite(schema)
     told = same if other is None else {**same, "pattern": rewritten, "allOf": [{"pattern": other}]}
     assert schema == {"items": [told], "enum": [same]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "allowed"),
+    [
+        ({"format": "time"}, "10:10:59.5Z", True),
+        ({"format": "time"}, "10:10:60Z", False),
+        ({"format": "time", "type": ["string", "null"]}, None, True),
+        ({"format": "date-time"}, "2024-02-29T23:59:59+08:00", True),
+        ({"format": "date-time"}, "2024-02-29T23:59:60Z", False),
+        ({"format": "date-time"}, "2023-02-29T23:59:59Z", False),
+        *(({"format": "date"}, f"{year}-02-29", True) for year in ("2024", "2000", "0004", "1996")),
+        *(({"format": "date"}, f"{year}-02-29", False) for year in ("2023", "1900", "0000", "1998")),
+        *(({"format": "date"}, f"2023-{day}", True) for day in ("02-28", "02-19", "01-29", "12-29", "03-30")),
+        ({"format": "date"}, "0000-01-01", False),
+        ({"format": "hostname"}, ".".join(["a" * 49] * 5) + ".com", True),
+        ({"format": "hostname"}, ".".join(["a" * 49] * 5) + ".info", False),
+        ({"minimum": 2**53 + 1}, 2**53 + 1, False),  # but no smaller one is
+        ({"minimum": 2**53 + 1}, 2**53, False),
+        ({"minimum": 2**53 + 1}, 2**53 + 2, True),
+        ({"maximum": 2**63 - 1}, 2**63, False),
+        ({"maximum": 2**63 - 1}, 2**63 - 1024, True),
+        ({"exclusiveMaximum": 2**63}, 2**63, False),
+        ({"exclusiveMinimum": -(2**53) - 2}, -(2**53) - 2, False),
+        ({"exclusiveMinimum": -(2**53) - 2}, -(2**53) + 1, True),
+    ],
+)
+def test_what_validators_refuse_is_not_allowed(
+    walker: Walker, schema: dict[str, Any], value: Any, allowed: bool
+) -> None:
+    schema = {"type": "string" if "format" in schema else "integer", **schema}
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    said = said_in_call = json.dumps({"a": value})
+    if walker.format.name == "chatglm3":
+        said_in_call = f"```python\ntool_call(a={'None' if value is None else json.dumps(value)})"
+    for grammar, text in (
+        (Grammar("json_schema", json.dumps(parameters)), said),
+        (tool(parameters, strict=True), f"f\n{said_in_call}"),
+    ):
+        ids = walker.tokenizer.encode(text)
+        assert (walker.grammars.compile(grammar).mask().takes(ids) == len(ids)) is allowed
 
 
 @pytest.mark.parametrize("bound", [1e308, -1e308, 10**30, 2**63 - 1, -(2**63)])
