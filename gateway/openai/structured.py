@@ -7,9 +7,9 @@ expressions cost is bounded here: nested repetitions multiply, and every backend
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import msgspec
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -144,17 +144,27 @@ WAYS: Final = ("json", "regex", "choice", "grammar")
 class StructuredOutputs(Strict, place="structured_outputs"):
     """Exactly one kind of grammar for the answer."""
 
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "disable_any_whitespace": False,
+        "disable_additional_properties": False,
+        "whitespace_pattern": None,
+        "structural_tag": None,
+    }
+
     json_: Annotated[AnySchema | None, Field(alias="json", description="a JSON schema, or one as text")] = (
         None
     )
     regex: Regex | None = None
     choice: Choice | None = None
     grammar_: Annotated[Rules | None, Field(alias="grammar")] = None
+    json_object: Annotated[bool | None, Field(description="true: any JSON object")] = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if sum(value is not None for value in self._values()) != 1:
-            raise PydanticCustomError("one_way", "exactly one of json, regex, choice and grammar is needed")
+        if sum(value is not None for value in self._values()) + bool(self.json_object) != 1:
+            raise PydanticCustomError(
+                "one_way", f"exactly one of {', '.join(WAYS)} and json_object is needed"
+            )
         return self
 
     def grammar(self) -> Grammar | None:
@@ -163,6 +173,8 @@ class StructuredOutputs(Strict, place="structured_outputs"):
         Raises:
             InvalidRequestError: a schema that is too large, or not JSON.
         """
+        if self.json_object:
+            return Grammar(kind="json_object", field="structured_outputs.json_object")
         return one_grammar(
             grammar_of(way, value, f"structured_outputs.{way}")
             for way, value in zip(WAYS, self._values(), strict=True)

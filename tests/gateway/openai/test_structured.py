@@ -76,7 +76,8 @@ def test_response_formats(parameters: dict[str, Any], kind: str, text: Any, fiel
         ({"json": '{"type": "null"}'}, "json_schema", '{"type":"null"}'),
         ({"regex": "a+"}, "regex", "a+"),
         ({"choice": ["是", "no"], "regex": None}, "choice", '["是","no"]'),
-        ({"grammar": "start: /a/"}, "lark", "start: /a/"),
+        ({"grammar": "start: /a/", "json_object": False}, "lark", "start: /a/"),
+        ({"json_object": True, "disable_any_whitespace": False, "structural_tag": None}, "json_object", ""),
     ],
 )
 def test_structured_outputs(
@@ -115,6 +116,15 @@ def test_text_is_free_where_nothing_is_said(parameters: dict[str, Any]) -> None:
         ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        *(
+            ({"structured_outputs": {"json": {}, name: value}}, f"structured_outputs.{name}")
+            for name, value in (
+                *(("disable_any_whitespace", True), ("disable_additional_properties", True)),
+                *(("whitespace_pattern", " ?"), ("structural_tag", "{}")),
+            )
+        ),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a" * (GRAMMAR_LIMIT + 1)}}, "structured_outputs.regex"),
