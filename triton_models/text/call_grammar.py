@@ -155,7 +155,7 @@ def check_tools(calls: ToolCalls) -> None:
         size += check_schema(tool.parameters, "parameters", strict=tool.strict)
     check_size(size)
     for tool in calls.tools:
-        simplify(tool.parameters)
+        simplify(tool.parameters, size)
 
 
 def strict_schemas(calls: ToolCalls) -> list[tuple[str, Any]]:

@@ -158,7 +158,7 @@ def text_rule(grammar: Grammar) -> TextRule:
             schema = read(msgspec.json.decode, grammar.text, "JSON schema")
             size = check_schema(schema, strict=True)
             check_size({"properties": size["properties"]})
-            simplify(schema)
+            simplify(schema, size)
             rewrite(schema)
             return TextRule(json_rule(schema), schema=schema)
         case "regex":

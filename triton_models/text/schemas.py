@@ -169,15 +169,23 @@ def check_schema(schema: Any, path: str = "$", *, strict: bool) -> Counter[str]:
     return size
 
 
-def simplify(schema: Any) -> None:
+def simplify(schema: Any, size: Counter[str]) -> None:
     """Write a schema that passed `check_schema` in fewer keywords of the same meaning, for all grammars.
 
     A list of `items` with `additionalItems`, as draft 7 has it, becomes `prefixItems` with `items`, which
     llguidance ignores where `$schema` says draft 7. Without a list, `additionalItems` has no meaning.
 
     A `propertyNames` that every name conforms to is dropped: zod writes one for each record, and llguidance
-    refuses the keyword, whatever its value is. So is a `format` of what is no string, and an unknown one
-    whose meaning a `pattern` tells, as in zod. A bound that llguidance would round becomes narrower.
+    refuses the keyword, whatever its value is. One that lists names becomes their `properties`. Dropped is a
+    `format` of what is no string, and an unknown one whose meaning a `pattern` tells, as in zod. A bound that
+    llguidance would round becomes narrower.
+
+    Args:
+        schema: it is changed in place.
+        size: what `check_schema` returned, to which properties are added.
+
+    Raises:
+        InvalidGrammarError: it is too large.
     """
     for _, each in reachable(schema, "$"):
         each.pop("$schema", None)
@@ -186,8 +194,9 @@ def simplify(schema: Any) -> None:
             each |= {"prefixItems": each["items"], "items": more}
         if "$ref" in each:
             each["$ref"] = _OLD_ITEM.sub("/prefixItems/", each["$ref"])
-        if "propertyNames" in each and _allows_every_name(schema, each["propertyNames"]):
-            del each["propertyNames"]
+        if "propertyNames" in each:
+            size["properties"] += _simplify_names(schema, each)
+            check_size({"properties": size["properties"]})
         for keyword, (inward, is_outside) in _INWARD.items():
             bound = each.get(keyword, 0)
             if abs(bound) > _EXACT and is_outside(float(bound), bound):
@@ -242,14 +251,31 @@ def _tells_nothing(schema: dict[str, Any]) -> bool:
     return schema["format"] not in _FORMATS and any("pattern" in each for each in parts)
 
 
-def _allows_every_name(schema: Any, names: Any) -> bool:
-    """Return whether `names`, a schema within `schema`, holds for every string; False in doubt."""
-    if not isinstance(names, dict):
-        return names is True
-    restrictions = names.keys() & RESTRICTIONS
-    if restrictions == {"$ref"}:
-        return _allows_every_name(schema, _referred(schema, names))
-    return restrictions <= {"type"} and "string" in names.get("type", "string")
+def _simplify_names(schema: Any, each: dict[str, Any]) -> int:
+    """Replace the `propertyNames` of `each`, within `schema`; return how many properties this adds."""
+    names = each["propertyNames"]
+    while isinstance(names, dict) and names.keys() & RESTRICTIONS == {"$ref"}:
+        names = _referred(schema, names)
+    names = {} if names is True else names
+    if not isinstance(names, dict) or "string" not in names.get("type", "string"):
+        return 0
+    restrictions = names.keys() & RESTRICTIONS - {"type"}
+    if not restrictions:
+        del each["propertyNames"]
+        return 0
+    values = names.get("enum", [names.get("const")])
+    if restrictions not in ({"enum"}, {"const"}) or len(values) > OPTIONAL or "patternProperties" in each:
+        return 0
+    del each["propertyNames"]
+    named, more = each.get("properties", {}), each.get("additionalProperties", True)
+    if isinstance(more, dict):
+        # By reference: where one nests in another, it would be repeated for each name of both.
+        definitions = schema.setdefault("$defs", {})
+        definitions[key := f"additionalProperties-{len(definitions)}"] = more
+        more = {"$ref": f"#/$defs/{key}"}
+    each["properties"] = {name: named.get(name, more) for name in values if isinstance(name, str)}
+    each["additionalProperties"] = False
+    return len(values)
 
 
 def target(schema: Any, pointer: str) -> Any:

@@ -104,6 +104,14 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             },
         },
     },
+    "listed names": obj(
+        a={
+            "type": "object",
+            "propertyNames": {"enum": ["x", "y"]},
+            "additionalProperties": {"type": "boolean"},
+            "required": ["x"],
+        }
+    ),
     "nothing": {},
     "anything": obj(a={}, b=True),
     "closed": {**obj(a={"type": "boolean"}), "additionalProperties": False},

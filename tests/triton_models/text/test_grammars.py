@@ -91,6 +91,12 @@ SCHEMAS: dict[str, Any] = {
         },
         "maxProperties": 2,
     },
+    "listed names": {
+        "type": "object",
+        "propertyNames": {"type": "string", "enum": ["a", "b"]},
+        "additionalProperties": {"type": "boolean"},
+        "required": ["b"],
+    },
     "anything": {},
     "even": {"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 1000},
     "merged": {

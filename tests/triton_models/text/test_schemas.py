@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -147,7 +148,7 @@ def test_names_of_properties_may_be_called_any(names: Any) -> None:
     definitions = {"any": {"type": "string", "description": "any"}, "same": {"$ref": "#/$defs/any"}}
     record = {"type": "object", "propertyNames": names}
     schema = {"items": record | {"additionalProperties": record.copy()}, "$defs": definitions}
-    simplify(schema)
+    simplify(schema, Counter())
     record = {"type": "object"}
     assert schema == {"items": record | {"additionalProperties": record}, "$defs": definitions}
 
@@ -158,7 +159,8 @@ def test_names_of_properties_may_be_called_any(names: Any) -> None:
         False,
         {"type": "integer"},
         {"pattern": "^a"},
-        {"type": "string", "enum": ["a"]},
+        {"enum": ["a"], "const": "a"},
+        {"enum": [f"n{at}" for at in range(OPTIONAL + 1)]},
         {"type": "string", "maxLength": 3},
         {"not": {}},
         {"$ref": "#/$defs/short"},
@@ -167,8 +169,29 @@ def test_names_of_properties_may_be_called_any(names: Any) -> None:
 )
 def test_names_of_properties_that_are_restricted_stay_so(names: Any) -> None:
     schema = {"propertyNames": names, "$defs": {"short": {"maxLength": 3}}}
-    simplify(schema)
+    simplify(schema, Counter())
     assert schema == {"propertyNames": names, "$defs": {"short": {"maxLength": 3}}}
+
+
+@pytest.mark.parametrize(
+    "names", [{"enum": ["a", "b", 5], "type": "string"}, {"$ref": "#/$defs/ab"}, {"const": "a"}]
+)
+def test_names_of_properties_that_are_listed_become_properties(names: Any) -> None:
+    definitions: dict[str, Any] = {"ab": {"enum": ["a", "b"]}}
+    properties = {"a": {"type": "null"}, "c": {}}
+    schema = {"propertyNames": names, "properties": properties, "additionalProperties": {"const": 1}}
+    size = Counter[str]()
+    simplify(each := schema | {"$defs": definitions.copy()}, size)
+    b = {} if "const" in names else {"b": {"$ref": "#/$defs/additionalProperties-1"}}
+    assert each == {
+        "properties": {"a": {"type": "null"}, **b},
+        "additionalProperties": False,
+        "$defs": definitions | {"additionalProperties-1": {"const": 1}},
+    }
+    assert size["properties"] >= len(each["properties"])
+    patterns: dict[str, Any] = {"propertyNames": {"const": "a"}, "patternProperties": {"^b": {}}}
+    simplify(same := patterns.copy(), Counter())
+    assert same == patterns
 
 
 def test_a_property_or_a_constant_may_have_the_name_of_a_keyword() -> None:
@@ -179,7 +202,7 @@ def test_a_property_or_a_constant_may_have_the_name_of_a_keyword() -> None:
         "default": {"propertyNames": {}},
     }
     same = json.loads(json.dumps(schema))
-    simplify(schema)
+    simplify(schema, Counter())
     assert schema == same
 
 
@@ -266,6 +289,22 @@ def test_properties_are_counted_before_anything_is_compiled() -> None:
         check_size(check_schema(more, strict=False))
     with pytest.raises(InvalidGrammarError, match="over 5000 properties"):
         text_rule(Grammar("json_schema", json.dumps(more)))
+
+
+def test_listed_names_count_as_properties() -> None:
+    names = {"enum": [f"p{at}" for at in range(OPTIONAL)]}
+    records = [{"propertyNames": {"$ref": "#/$defs/names"}} for _ in range(PROPERTIES // OPTIONAL + 1)]
+    schema = {"prefixItems": records, "$defs": {"names": names}}
+    with pytest.raises(InvalidGrammarError, match="over 5000 properties"):
+        text_rule(Grammar("json_schema", json.dumps(schema)))
+
+
+def test_listed_names_may_nest(walker: Walker) -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(6):
+        schema = {"type": "object", "propertyNames": {"enum": [*"abcdefgh"]}, "additionalProperties": schema}
+    assert len(text_rule(Grammar("json_schema", json.dumps(schema))).body) < 5000
+    walker.grammars.compile(tool(schema, strict=True))
 
 
 def test_properties_of_all_tools_count_together(walker: Walker) -> None:
