@@ -23,6 +23,7 @@ from triton_models.text.schemas import (
     check_schema,
     check_size,
     keywords_alone,
+    reachable,
     rewrite,
     simplify,
 )
@@ -60,6 +61,11 @@ _BACKTRACE: Final = "<backtrace>"
 """What follows it, in the published library, is only addresses without names."""
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _QUOTED = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+_OVERLAP: Final = "'coerce_one_of'"
+"""An option, which llguidance advises where branches of a `oneOf` may overlap."""
+_USE_ANY_OF: Final = "branches of oneOf may overlap; use anyOf"
+_TRIED: Final = 32
+"""How many `oneOf` of a schema are tried by themselves: this takes as long as the schema is large."""
 _NOTHING_FOLLOWS: Final = "NoExtension"
 
 FAILED: Final = "what compiles grammars failed on it, as it may where one is very large"
@@ -233,6 +239,8 @@ def about_grammar(error: str, document: Document | None = None) -> str:
     for path, schema in document.schemas if document else ():
         if why := about_schema(schema, path):
             return why
+    if _OVERLAP in error:
+        return f"{_overlap(document.schemas if document else ())}{_USE_ANY_OF}"
     quoted = _QUOTED.search(error)
     words = " ".join(error[: quoted.start() if quoted else None].split())[:_LIMIT]
     place = _PLACE.match(words)
@@ -250,6 +258,17 @@ def fault(schema: dict[str, Any]) -> str:
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
     broken, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
     return about_grammar(" ".join(messages)) if broken else ""
+
+
+def _overlap(schemas: Sequence[tuple[str, Any]]) -> str:
+    """Return where branches of a `oneOf` may overlap, and a colon; empty: it is not known where."""
+    for path, schema in schemas:
+        found = [(where, each) for where, each in reachable(schema, path) if "oneOf" in each]
+        for where, each in found[: -_TRIED - 1 : -1]:  # the innermost first
+            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            if fault(definitions | each) == _USE_ANY_OF:
+                return f"{where[:_LIMIT]}: "
+    return ""
 
 
 def about_schema(schema: Any, path: str) -> str | None:

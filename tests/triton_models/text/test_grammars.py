@@ -243,7 +243,7 @@ def test_no_other_special_id_is_ever_allowed(walker: Walker) -> None:
         ("json_schema", '{"minimum": 1%s}' % ("0" * 400), "minimum"),
         ("json_schema", '{"$ref": "http://example.com/a"}', "example.com"),
         ("json_schema", '{"type": "string", "format": "colour"}', "colour"),
-        ("json_schema", '{"oneOf": [{"type": "integer"}, {"minimum": 3}]}', "oneOf"),
+        ("json_schema", '{"oneOf": [{"type": "integer"}, {"minimum": 3}]}', r"^\$: branches of oneOf may"),
         ("json_schema", '{"type": "string", "pattern": "("}', "regex"),
         ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "not"),
         ("json_schema", '{"anyOf": []}', "."),

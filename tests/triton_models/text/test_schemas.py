@@ -291,6 +291,17 @@ def test_properties_are_counted_before_anything_is_compiled() -> None:
         text_rule(Grammar("json_schema", json.dumps(more)))
 
 
+def test_branches_that_may_overlap_are_found(walker: Walker) -> None:
+    overlap = {"items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
+    good = {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/a"}}]}
+    schema = {
+        "prefixItems": [good, {"oneOf": [{"type": "null"}, {"type": "string"}]}],
+        "$defs": {"a": overlap},
+    }
+    with pytest.raises(InvalidGrammarError, match=r"^#/\$defs/a\.items: branches of oneOf .*; use anyOf$"):
+        walker.grammars.compile(Grammar("json_schema", json.dumps(schema)))
+
+
 def test_listed_names_count_as_properties() -> None:
     names = {"enum": [f"p{at}" for at in range(OPTIONAL)]}
     records = [{"propertyNames": {"$ref": "#/$defs/names"}} for _ in range(PROPERTIES // OPTIONAL + 1)]
