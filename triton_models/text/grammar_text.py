@@ -50,7 +50,15 @@ that no search starts within it again, and every character is examined only once
 _BLANKED = '""'
 """Replaces the matches of `_NOT_NAMES`; it is neither a name nor the beginning of a rule."""
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
+_GBNF_PART = re.compile(
+    r"""  ("(?:\\.|[^"\\])*+"? | \[(?:\\.|[^\]\\])*+\]?)  |  ((?:\s|\#[^\n]*+)++) (\|?)  """,
+    re.DOTALL | re.VERBOSE,
+)
+"""A string or a class of GBNF, or white space and comments and what may begin an alternative behind them."""
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|.)", re.DOTALL)
+_TRANSLATED: Final = "%llguidance {}\n\n"
+"""Begins what llguidance makes of GBNF."""
+_UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 """Characters that JSON does not escape within a string, and Lark does not accept there."""
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>")
 _USER_GRAMMAR = "answer"
@@ -222,7 +230,7 @@ def _checked(text: str) -> str:
     names = _NOT_NAMES.sub(_BLANKED, text)
     if _GBNF_RULE.search(names):
         try:
-            text = llguidance.gbnf_to_lark.gbnf_to_lark(text)
+            text = llguidance.gbnf_to_lark.gbnf_to_lark(_GBNF_PART.sub(_readable_part, text))
         except Exception as error:  # noqa: BLE001 - any failure of a foreign parser is the text's fault
             raise InvalidGrammarError(f"not a grammar in GBNF: {error}") from None
         names = _NOT_NAMES.sub(_BLANKED, text)
@@ -230,6 +238,21 @@ def _checked(text: str) -> str:
     if found is not None:
         raise InvalidGrammarError(f"special tokens cannot be part of an answer: {found[0][:40]}")
     return text
+
+
+def _readable_part(found: re.Match[str]) -> str:
+    """Return a part of a grammar in GBNF as llguidance reads it: with `|` on the line before."""
+    return f"{found[3]}{found[2]}" if found[1] is None else _GBNF_ESCAPE.sub(_readable_escape, found[1])
+
+
+def _readable_escape(found: re.Match[str]) -> str:
+    """Return an escape such that llguidance's translation, which drops leading zeros, keeps its meaning."""
+    if found.lastindex is None:
+        return found[0]
+    character = chr(int(found[found.lastindex], 16))
+    if character.isascii():
+        return f"\\x{ord(character):02x}"
+    return f"\\u{ord(character):04x}" if _UNREADABLE.match(character) else character
 
 
 def about_grammar(error: str, document: Document | None = None) -> str:
@@ -247,7 +270,7 @@ def about_grammar(error: str, document: Document | None = None) -> str:
     if place is None:
         return words
     words = words[place.end() :]
-    if document is None or document.nested is None:
+    if document is None or document.nested is None or document.nested.startswith(_TRANSLATED):
         return words
     # The error is in the client's own grammar, which begins after our line of options.
     return f"line {int(place[1]) - 1}: {words}"

@@ -1,5 +1,6 @@
 import logging
 
+import llguidance
 import pytest
 
 from triton_models.errors import InvalidGrammarError
@@ -32,6 +33,30 @@ def test_a_rule_of_bnf_makes_a_grammar_gbnf(text: str) -> None:
     nested = text_rule(Grammar("lark", text)).nested
     assert nested is not None
     assert "start:" in nested
+
+
+@pytest.mark.parametrize(
+    ("text", "others"),
+    [
+        (r'root ::= "\U0001F600" [\U00000041-\U00000043]', ["😀A", "😀C"]),
+        (
+            r'root ::= "\u0041\u00e9\U00002028" [\U00000022\u005d\u005c]',
+            ["Aé\u2028]", 'Aé\u2028"', "Aé\u2028\\"],
+        ),
+        (r'root ::= "\\U0001F600\""', [r"\U0001F600" + '"']),
+        (
+            'root ::= "a" # one\n # two | three\n  | b\nb ::= # say "\n"c # |" # "\n\n| [|#\\n]# " |',
+            ["a", "c # |", "#", "|", "\n"],
+        ),
+        ('root ::=\n  | "a"\n  | ("b"\n  | "c")\n\n', ["a", "b", "c", ""]),
+    ],
+)
+def test_gbnf_is_read_as_others_read_it(text: str, others: list[str]) -> None:
+    tokenizer = llguidance.LLTokenizer("byte")
+    for other in others:
+        matcher = llguidance.LLMatcher(tokenizer, text_rule(Grammar("lark", text)).nested)
+        assert matcher.consume_tokens(tokenizer.tokenize_str(other)), other
+        assert matcher.is_accepting(), other
 
 
 @pytest.mark.parametrize("opening", ['"', "/"])
@@ -68,6 +93,8 @@ def test_an_error_is_told_without_the_document_that_it_quotes() -> None:
 def test_lines_of_a_clients_own_grammar_are_counted_as_the_client_does() -> None:
     error = 'at 2(8): unknown name: "nobody"\n   1 | %llguidance {}\n   2 | start: nobody\n              ^\n'
     assert about_grammar(error, CLIENTS) == 'line 1: unknown name: "nobody"'
+    translated = text_rule(Grammar("lark", 'root ::= "a" [b-a]')).nested
+    assert about_grammar("at 4(8): invalid regex", Document("", translated, [])) == "invalid regex"
     assert about_grammar("unknown grammar @foo", CLIENTS) == "unknown grammar @foo"
 
 
