@@ -162,7 +162,8 @@ class LiteralGrammar:
                 bodies[name] = write(name, self._value(each, f"{path}.properties.{name}"))
             elif name in required:
                 raise InvalidGrammarError(f"{path} requires {name!r}, and allows it not")
-        if bodies and schema.get("minProperties", 0) > len(required):
+        least = schema.get("minProperties", 0)
+        if bodies and least > max(1, len(required)):
             self._cannot(path, "minProperties")
         if len(bodies) > schema.get("maxProperties", len(bodies)):
             bodies = {name: body for name, body in bodies.items() if name in required}
@@ -174,7 +175,8 @@ class LiteralGrammar:
             if name in required:
                 first, after = self._rule(here), self._rule(f"SEP {here}")
             else:
-                first = self._rule(f"{here} | {first or _NOTHING}")
+                others = first or ("" if least else _NOTHING)
+                first = self._rule(f"{here} | {others}" if others else here)
                 after = self._rule(f"SEP {here} | {after or _NOTHING}")
         return first
 

@@ -33,6 +33,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         ["b"], a={"type": "boolean"}, b={"type": "null"}, c={"type": "number"}, d={"type": "string"}
     ),
     "all optional": obj([], a={"type": "boolean"}, b={"type": "integer"}),
+    "at least one": obj([], a={"type": "boolean"}, b={"type": "integer"}, c=True) | {"minProperties": 1},
     "enums": obj(a={"enum": ["it's", "你", 'say "x"', None, True, 1.5, -2]}, b={"const": {"k": [1, "z"]}}),
     "strings": obj(
         a={"type": "string", "pattern": "^[a-c'\"]{1,3}$"},
