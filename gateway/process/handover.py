@@ -38,7 +38,7 @@ _VARIABLES: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 _END_WITHIN_S = 10.0
 """How long a successor that is not ready in time may take to end."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[asyncio.Queue[int]]:
-    """Collect SIGTERM, SIGINT, SIGUSR2 and, unless it is ignored as under nohup, SIGHUP in a queue."""
+    """Collect the signals above in a queue; not SIGHUP if it is ignored, as under nohup."""
     loop = asyncio.get_running_loop()
     caught: asyncio.Queue[int] = asyncio.Queue()
     before = {number: signal.getsignal(number) for number in _SIGNALS}

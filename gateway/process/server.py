@@ -7,6 +7,7 @@ clients would not get a 503. Here the listener stays open until the last running
                               503 for readiness and new requests; running ones have `drain_s` to finish, the
                               rest then ends with an error; exit status 0
     second SIGTERM or SIGINT  end at once; exit status 128 + signal
+    SIGUSR1                   as SIGTERM, from the parent of several processes (see `workers.py`)
     SIGUSR2                   another process takes over (see `handover.py`): no more connections; those there
                               are go on for `drain_s`, each until its next answer; exit status 0
 """

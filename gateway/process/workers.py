@@ -6,12 +6,13 @@ The kernel distributes connections among the listeners. This process holds those
 connections waiting for a worker that died are served by its replacement; if that dies soon as well, they are
 reset, and new ones go to the other workers. It serves nothing itself, so it does not import
 `gateway.process.server`, which is most of the time and the memory that a start takes. Signals work as in
-`gateway.process.server` and are passed on; after the first, no worker is replaced. SIGUSR2 is passed on once
-another process serves.
+`gateway.process.server`, and are passed on as SIGUSR1; after the first, no worker is replaced. SIGUSR2 is
+passed on once another process serves. Workers are deaf to SIGTERM, SIGINT and SIGHUP: a terminal or a service
+manager sends them to every process, and with what is passed on, one would count as two.
 
 A worker is `python -m gateway.process.workers`. It reads its order (settings, sockets, place), one line of
 JSON, from standard input, and writes one line to standard output when every model is ready. When standard
-input ends, because the parent died or closed it, the worker stops as on SIGTERM.
+input ends, because the parent died or closed it, the worker stops as on SIGUSR1.
 """
 
 import asyncio
@@ -216,7 +217,7 @@ async def _run(
         announcing.cancel()
         beginning.cancel()
         for worker in workers:
-            worker.end(signal.SIGUSR2 if handed_over else signal.SIGTERM)
+            worker.end(signal.SIGUSR2 if handed_over else signal.SIGUSR1)
         second: asyncio.Future[Any] = asyncio.create_task(second_end(signals))
         await asyncio.wait(
             [second, ended], timeout=settings.drain_s + _STUCK_S, return_when=asyncio.FIRST_COMPLETED
@@ -327,7 +328,7 @@ class _Worker:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listener.shutdown(socket.SHUT_RDWR)
 
-    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+    def end(self, number: signal.Signals = signal.SIGUSR1) -> None:
         """Pass a signal on, and replace the process no more: the first makes it drain, the second end."""
         self._ending.set()
         self.listeners.close()
@@ -349,14 +350,13 @@ class _Worker:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(*(listener.fileno() for listener in self.listeners.http), self.place.table),
-                start_new_session=True,  # a terminal's Ctrl-C is passed on from here, once
             )
         except OSError:  # for example, no memory for another process
             _log.exception("a worker could not be started")
             return -1
         self._process = process
         if self._ending.is_set():  # `end` was called while the process started
-            process.terminate()
+            process.send_signal(signal.SIGUSR1)
         assert process.stdin is not None  # noqa: S101 - pipes were asked for
         assert process.stdout is not None  # noqa: S101
         succeeds = self._succeeds and not self.ready.is_set()
@@ -388,6 +388,7 @@ class _Worker:
 
 def main() -> int:
     """Carry out the order on standard input; return the exit status of `gateway.process.server.run`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     # Before a socket listens again: where this fails, nobody should wait for it.
     from gateway.process.server import run as run_alone  # noqa: PLC0415
 
@@ -423,7 +424,7 @@ def _end_with_input(orphaned: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
     orphaned.set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 if __name__ == "__main__":

@@ -205,14 +205,18 @@ async def test_one_that_cannot_be_replaced_leaves_all_connections_to_the_others(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("to_all", [False, True])
 async def test_a_signal_lets_running_requests_of_all_end(
-    gateway: Gateway, triton: FakeTriton, tmp_path: Path, number: signal.Signals
+    gateway: Gateway, triton: FakeTriton, tmp_path: Path, number: signal.Signals, *, to_all: bool
 ) -> None:
+    """Also one that each process gets, as a terminal or systemd sends it."""
     held = Held()
     triton.model.answer = held.answer
     streams = [asyncio.create_task(stream(gateway.url)) for _ in range(CLIENTS)]
     await until(lambda: held.begun == CLIENTS, within_s=60)
     gateway.process.send_signal(number)
+    for worker in gateway.workers().values() if to_all else ():
+        worker.send_signal(number)
     await gateway.wait_draining()
     assert len(gateway.workers()) == 2
     held.go_on.set()
