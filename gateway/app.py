@@ -53,7 +53,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     """
     let_drains_finish_streams()
     if place is not None:
-        settings = as_applied(settings, place.folder)
+        settings = as_applied(settings, place.applied)
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     public: PublicModels | None = None
     if upstream is None:
@@ -163,7 +163,7 @@ def _background(
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """Yield what runs beside the requests; `public` are the models, where they are the Tritons'."""
     settings, metrics = gateway.settings, gateway.metrics
-    folder = None if place is None else place.folder
+    applied = {} if place is None else place.applied
     if place is not None:
         yield gateway.key_limits.follow()
     if settings.keys_file is not None:
@@ -172,7 +172,7 @@ def _background(
             settings,
             gateway.apply_keys,
             partial(metrics.file_read, metrics.keys_file_reloads),
-            folder,
+            applied.get("api_keys"),
         )
     if public is not None and settings.models_file is not None:
         yield follow(
@@ -180,7 +180,7 @@ def _background(
             settings,
             public.apply,
             partial(metrics.file_read, metrics.models_file_reloads),
-            folder,
+            applied.get("models"),
         )
 
 

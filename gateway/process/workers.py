@@ -17,17 +17,15 @@ input ends, because the parent died or closed it, the worker stops as on SIGUSR1
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,7 +43,7 @@ from gateway.process.handover import (
     until_stopped,
 )
 from gateway.process.listeners import BACKLOG, Listeners, base_url, bind_gateway, listen_gateway
-from gateway.settings import Settings
+from gateway.settings import FILE_OF, Settings
 from gateway.settings.values import revealed
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place, answers
@@ -63,8 +61,6 @@ _MISSES_AT_START = 30
 """The same until its first answer: it imports and starts meanwhile."""
 PROGRAM: Sequence[str] = ("-P", "-m", "gateway.process.workers")
 """Of a worker, for Python; -P: no modules from the working directory, which may be anyone's."""
-_LONGEST_FOLDER = 80
-"""A socket's path has at most 107 bytes (unix(7))."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +81,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the workers of another process serve until this one is ready."""
 
 
-_decoder = msgspec.json.Decoder(Order, dec_hook=lambda kind, text: kind(text))  # of the place's path
+_decoder = msgspec.json.Decoder(Order)
 
 
 def encode_order(
@@ -172,11 +168,7 @@ def run(
         )
     configure_logging(settings.log_level, settings.log_format)
     listen_gateway(listeners)
-    with tempfile.TemporaryDirectory(prefix="tritongate-", dir=_folder()) as folder, new_table() as table:
-        places = [
-            Place(number=number, count=len(listeners), folder=Path(folder), table=table)
-            for number in range(len(listeners))
-        ]
+    with new_places(len(listeners)) as places:
         certificate = None
         if settings.tls_cert and settings.tls_key:
             certificate = Certificate(settings.tls_cert, settings.tls_key)
@@ -187,9 +179,22 @@ def run(
         return asyncio.run(_run(settings, workers, on_ready, on_stop, may_leave))
 
 
-def _folder() -> str | None:
-    """Return where to put the sockets' folder; None: with other temporary files."""
-    return None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"  # noqa: S108 - made with mode 0700
+@contextlib.contextmanager
+def new_places(count: int) -> Iterator[list[Place]]:
+    """Make places for so many processes, with what they have in common, of which nothing is on a disk."""
+    with contextlib.ExitStack() as stack:
+        table = stack.enter_context(new_table())
+        applied = {name: os.memfd_create(f"tritongate-{name}") for name in FILE_OF}
+        for memory in applied.values():
+            stack.callback(os.close, memory)
+        lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
+        for end in itertools.chain(*lines):
+            stack.enter_context(end)
+        asks = [ask.fileno() for ask, _ in lines]
+        yield [
+            Place(number=number, count=count, table=table, applied=applied, asks=asks, asked=asked.fileno())
+            for number, (_, asked) in enumerate(lines)
+        ]
 
 
 async def _run(
@@ -349,7 +354,10 @@ class _Worker:
                 *PROGRAM,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(*(listener.fileno() for listener in self.listeners.http), self.place.table),
+                pass_fds=(
+                    *(listener.fileno() for listener in self.listeners.http),
+                    *(self.place.table, *self.place.applied.values(), *self.place.asks, self.place.asked),
+                ),
             )
         except OSError:  # for example, no memory for another process
             _log.exception("a worker could not be started")
@@ -393,14 +401,13 @@ def main() -> int:
     from gateway.process.server import run as run_alone  # noqa: PLC0415
 
     order = decode_order(sys.stdin.buffer.readline())
-    orphaned = threading.Event()
-    threading.Thread(target=_end_with_input, args=(orphaned,), name="parent", daemon=True).start()
+    threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
     listeners = Listeners(
         http=tuple(socket.socket(fileno=descriptor) for descriptor in order.http), grpc=order.grpc
     )
     for listener in listeners.http:
         listener.listen(BACKLOG)  # again, if the end of the worker before has shut it down
-    status = run_alone(
+    return run_alone(
         Settings(**order.settings),
         listeners=listeners,
         on_ready=lambda _url: print("ready", flush=True),  # noqa: T201 - read by the parent
@@ -409,9 +416,6 @@ def main() -> int:
         hand_over=_handed_over,
         last=order.certificate,
     )
-    if orphaned.is_set():  # else the parent removes it
-        shutil.rmtree(order.place.folder, ignore_errors=True)
-    return status
 
 
 async def _handed_over() -> bool:
@@ -419,11 +423,10 @@ async def _handed_over() -> bool:
     return True
 
 
-def _end_with_input(orphaned: threading.Event) -> None:
+def _end_with_input() -> None:
     # Not by `sys.stdin`, whose lock an interpreter that ends needs: it aborts if a thread is still reading.
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    orphaned.set()
     os.kill(os.getpid(), signal.SIGUSR1)
 
 

@@ -4,8 +4,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final
 
 from gateway.settings import FILE_OF, ConfigurationError, Settings, reload
@@ -18,7 +17,7 @@ APPLIED: Final = "applied"
 REFUSED: Final = "refused"
 
 
-def as_applied(settings: Settings, folder: Path) -> Settings:
+def as_applied(settings: Settings, applied: Mapping[str, int]) -> Settings:
     """Return the settings with the models and keys that this gateway's processes applied last.
 
     A process that replaces one that died must not serve what others have left behind, even if the file has
@@ -26,23 +25,24 @@ def as_applied(settings: Settings, folder: Path) -> Settings:
 
     Args:
         settings: as they were at the start.
-        folder: of this gateway's processes.
+        applied: descriptors of what they have kept, by name.
     """
-    for name in FILE_OF:
+    for name, memory in applied.items():
         try:
-            applied = json.loads((folder / f"{name}.json").read_bytes())
-            settings = Settings(**dict(settings) | {name: applied})
+            line = os.pread(memory, os.fstat(memory).st_size, 0).partition(b"\n")[0]
+            settings = Settings(**dict(settings) | {name: json.loads(line)})
         except (OSError, ValueError):  # nothing was applied; or a tokenizer's folder is gone
             continue
     return settings
 
 
-def _keep(name: str, settings: Settings, folder: Path) -> None:
-    """Write what a setting is now, without secrets, for processes that come later."""
+def _keep(name: str, settings: Settings, memory: int) -> None:
+    """Write what a setting is now, without secrets, for processes that come later.
+
+    It is one line. Of two processes that write at once, one is the last; behind it is what was longer before.
+    """
     hashed = settings.model_copy(update={"api_keys": tuple(key.hashed() for key in settings.api_keys)})
-    new = folder / f"{name}.json.{os.getpid()}"
-    new.write_text(json.dumps(hashed.model_dump(mode="json", include={name})[name]), encoding="utf-8")
-    new.replace(folder / f"{name}.json")
+    os.pwrite(memory, json.dumps(hashed.model_dump(mode="json", include={name})[name]).encode() + b"\n", 0)
 
 
 async def follow(
@@ -50,7 +50,7 @@ async def follow(
     settings: Settings,
     apply: Callable[[Settings], Awaitable[None]],
     tell: Callable[[str], None],
-    folder: Path | None = None,
+    memory: int | None = None,
 ) -> None:
     """Look at a file until cancelled.
 
@@ -62,7 +62,7 @@ async def follow(
         settings: the gateway's.
         apply: makes the gateway serve by other settings.
         tell: told `applied` or `refused` after each change.
-        folder: of this gateway's processes, for those that come later; None: there is one process.
+        memory: where it is kept for processes that come later, a descriptor; None: there is one process.
     """
     path = getattr(settings, FILE_OF[name]) or ""
     what = FILE_OF[name].replace("_", " ")
@@ -72,8 +72,8 @@ async def follow(
             if getattr(changed, name) != getattr(settings, name):
                 await apply(changed)
                 settings = changed
-                if folder is not None:
-                    await asyncio.to_thread(_keep, name, settings, folder)
+                if memory is not None:
+                    _keep(name, settings, memory)
                 names = [getattr(each, "name", each) for each in getattr(settings, name)]
                 _log.info("%s applied", what, extra={"path": path, name: names})
                 tell(APPLIED)

@@ -9,9 +9,9 @@ values again. Knows nothing of where the numbers come from.
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from prometheus_client import (
@@ -34,6 +34,7 @@ UNKNOWN = "unknown"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _ANSWER_WITHIN_S = 2.0
+_PIECE = 2**16
 _LABEL = "worker"
 _PREFIX = "tritongate_"
 _DURATIONS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -290,14 +291,14 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """From 0."""
     count: int
     """Number of processes."""
-    folder: Path
-    """The folder of the sockets between them; private to this user."""
     table: int
     """The descriptor of the memory that they share (see `gateway.limits.counters`)."""
-
-    def socket(self, number: int) -> Path:
-        """Return the socket of the process with that number."""
-        return self.folder / str(number)
+    applied: dict[str, int]
+    """Descriptors of what they applied last, by names of settings (see `gateway.settings.follow`)."""
+    asks: list[int]
+    """For each process, the descriptor of the socket that takes questions to it."""
+    asked: int
+    """Of the socket from which this process reads questions."""
 
 
 class _Family(msgspec.Struct, frozen=True):
@@ -323,57 +324,75 @@ class WorkerMetrics:
     def __init__(self, place: Place, metrics: Metrics) -> None:
         self._place = place
         self._metrics = metrics
-        self._server: asyncio.Server | None = None
+        self._asked: socket.socket
+        self._answering: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start answering."""
-        path = self._place.socket(self._place.number)
-        path.unlink(missing_ok=True)  # left by the process that this one replaces
-        self._server = await asyncio.start_unix_server(self._answer, path)
+        """Start answering, also those who have asked since the process that this one replaces died."""
+        self._asked = _line(self._place.asked)
+        asyncio.get_running_loop().add_reader(self._asked, self._hear)
 
     async def close(self) -> None:
         """Stop answering."""
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+        asyncio.get_running_loop().remove_reader(self._asked)
+        self._asked.close()
+        await asyncio.gather(*self._answering)
 
     async def render(self) -> bytes:
         """Return the exposition of all processes; one that does not answer is reported as down."""
         answers = await asyncio.gather(*map(self._ask, range(self._place.count)))
         return self._metrics.exposition(_joined(answers))
 
-    async def _answer(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for descriptor in socket.recv_fds(self._asked, 1, 1)[1]:
+                task = asyncio.create_task(self._answer(descriptor))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, descriptor: int) -> None:
+        # Whoever does not read must not keep this process from ending.
+        with socket.socket(fileno=descriptor) as asker, contextlib.suppress(TimeoutError, ConnectionError):
+            asker.settimeout(0)
             async with asyncio.timeout(_ANSWER_WITHIN_S):
-                writer.write(msgspec.msgpack.encode(_families(self._metrics.registry)))
-                await writer.drain()
-            writer.close()
-        except (TimeoutError, ConnectionError):
-            writer.transport.abort()  # Whoever does not read must not keep this process from ending.
+                answer = msgspec.msgpack.encode(_families(self._metrics.registry))
+                await asyncio.get_running_loop().sock_sendall(asker, answer)
 
     async def _ask(self, number: int) -> list[_Family] | None:
         if number == self._place.number:
             return _families(self._metrics.registry)
         with contextlib.suppress(msgspec.MsgspecError):
-            answer = await _read(self._place.socket(number))
+            answer = await _read(self._place, number)
             return None if answer is None else _decode(answer)
         return None
 
 
 async def answers(place: Place) -> bool:
     """Tell whether the process in that place is there and able to answer."""
-    return bool(await _read(place.socket(place.number)))
+    return bool(await _read(place, place.number))
 
 
-async def _read(socket: Path) -> bytes | None:
-    """Return what the process behind that socket says; None: it ended, hangs, or has not started yet."""
+async def _read(place: Place, number: int) -> bytes | None:
+    """Return what the process with that number says; None: it ended, hangs, or has not started yet."""
+    mine, other = socket.socketpair()
+    answer = b""
     try:
-        async with asyncio.timeout(_ANSWER_WITHIN_S):
-            reader, writer = await asyncio.open_unix_connection(socket)
-            with contextlib.closing(writer):
-                return await reader.read()
+        with mine:
+            with other, _line(place.asks[number]) as line:
+                socket.send_fds(line, [b"?"], [other.fileno()])
+            mine.settimeout(0)
+            async with asyncio.timeout(_ANSWER_WITHIN_S):
+                while piece := await asyncio.get_running_loop().sock_recv(mine, _PIECE):
+                    answer += piece
     except (TimeoutError, OSError):
         return None
+    return answer
+
+
+def _line(descriptor: int) -> socket.socket:
+    line = socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_DGRAM)
+    line.settimeout(0)
+    return line
 
 
 class _Listed(Collector):

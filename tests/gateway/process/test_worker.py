@@ -1,7 +1,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,7 @@ class Socket:
 
 
 LISTENERS = Listeners(http=(Socket(5), Socket(6)), grpc="[::1]:7")
-PLACE = Place(number=1, count=3, folder=Path("/nowhere"), table=7)
+PLACE = Place(number=1, count=3, table=7, applied={"models": 8}, asks=[9, 10, 11], asked=12)
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 seconds = st.floats(0, 1e300, exclude_min=True)

@@ -8,7 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,12 @@ async def gateway(triton: FakeTriton, tmp_path: Path, request: Any) -> AsyncIter
         yield gateway
 
 
+@pytest.fixture
+def place() -> Iterator[worker_metrics.Place]:
+    with workers.new_places(1) as (place,):
+        yield place
+
+
 KSERVE_PORTS = free_ports(2)
 
 
@@ -94,17 +100,21 @@ async def test_both_serve_also_clients_of_triton_and_each_tells_of_both(gateway:
 
 
 ONE_OF_TWO = """
-import os, pathlib, sys, time
+import os, pathlib, socket, sys, time
 folder = pathlib.Path(__file__).parent
 if "gateway.process.workers" in sys.orig_argv:
-    links = [f"/proc/self/fd/{number}" for number in range(3, 40)]
-    mine = {os.readlink(link) for link in links if os.path.islink(link)}
+    mine = set()
+    for number in range(3, 40):
+        link = f"/proc/self/fd/{number}"
+        if os.path.islink(link) and os.readlink(link).startswith("socket"):
+            if socket.socket(fileno=os.dup(number)).family == socket.AF_INET:
+                mine.add(os.readlink(link))
     (folder / str(os.getpid())).write_text("\\n".join(mine))
     try:
         os.link(folder / str(os.getpid()), folder / "first")
     except FileExistsError:
         pass
-    if any(each.startswith("socket") for each in mine & set((folder / "first").read_text().split())):
+    if mine & set((folder / "first").read_text().split()):
         ACTION
 """
 """A `sitecustomize` in which one of the workers, known by its listener, does something before it imports."""
@@ -302,25 +312,25 @@ async def test_workers_take_no_modules_from_the_working_directory(tmp_path: Path
 
 async def test_workers_end_with_a_killed_parent(gateway: Gateway) -> None:
     workers = gateway.workers().values()
-    folders = {
-        Path(each.laddr).parent
-        for worker in workers
-        for each in worker.net_connections("unix")
-        if "tritongate-" in str(each.laddr)
-    }
-    (folder,) = folders
-    assert folder.is_dir()
     gateway.process.kill()
     await gateway.process.wait()
     assert not await asyncio.to_thread(wait_ended, workers, 30)
-    assert not folder.exists()
 
 
-def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path: Path, table: int) -> None:
+async def test_they_need_no_temporary_folder(triton: FakeTriton, tmp_path: Path) -> None:
+    """Which someone may remove while they run, or which may be full."""
+    nothing = "import tempfile\ntempfile.gettempdir = tempfile.mkdtemp = lambda *_, **__: 1 / 0"
+    (tmp_path / "sitecustomize.py").write_text(nothing)
+    async with gateway_of_two(triton, tmp_path, {}) as gateway:
+        assert await gateway.all_serve()
+        for worker in gateway.workers().values():
+            assert not [each for each in worker.net_connections("unix") if each.laddr]
+
+
+def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(place: worker_metrics.Place) -> None:
     settings = load_settings({"upstreams": ("127.0.0.1:1",), "port": 0, "workers": 1})
     (listeners,) = bind_gateway(settings)
     (listener,) = listeners.http
-    place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(settings, listeners, place)
     listener.listen()
     for _ in range(3):
@@ -335,7 +345,7 @@ def test_one_that_dies_again_before_it_listened_leaves_a_good_listener(tmp_path:
 
 
 async def test_one_that_is_replaced_has_the_last_good_certificate(
-    triton: FakeTriton, tmp_path: Path, table: int
+    triton: FakeTriton, tmp_path: Path, place: worker_metrics.Place
 ) -> None:
     files = self_signed(tmp_path, "served")
     tls = {"tls_cert": files.cert, "tls_key": files.key}
@@ -344,7 +354,6 @@ async def test_one_that_is_replaced_has_the_last_good_certificate(
     root = ssl.create_default_context(cafile=files.cert)
     (listeners,) = bind_gateway(settings)
     url = base_url(listeners.http[0], tls=True)
-    place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(settings, listeners, place, certificate=certificate)
     files.spoil()
     keeping = asyncio.create_task(worker.keep())
@@ -356,7 +365,7 @@ async def test_one_that_is_replaced_has_the_last_good_certificate(
 
 
 async def test_one_that_hangs_is_replaced(
-    triton: FakeTriton, tmp_path: Path, table: int, monkeypatch: pytest.MonkeyPatch
+    triton: FakeTriton, place: worker_metrics.Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch itself, without a process in between: it looks more often here."""
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.05)
@@ -364,7 +373,6 @@ async def test_one_that_hangs_is_replaced(
     monkeypatch.setattr(workers, "_MISSES_AT_START", 10**6)  # looks; a start takes seconds
     settings = load_settings({"upstreams": (triton.address,), "port": 0, "workers": 1})
     (listeners,) = bind_gateway(settings)
-    place = worker_metrics.Place(number=0, count=1, folder=tmp_path, table=table)
     worker = workers._Worker(settings, listeners, place)
     keeping = asyncio.create_task(worker.keep())
     async with asyncio.timeout(STARTED_S):

@@ -1,4 +1,5 @@
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,8 +26,8 @@ class Following:
         self.applied.append(list(settings.models))
 
     @asynccontextmanager
-    async def running(self, folder: Path | None = None) -> AsyncIterator[None]:
-        work = follow.follow("models", self.settings, self.apply, self.outcomes.append, folder)
+    async def running(self, memory: int | None = None) -> AsyncIterator[None]:
+        work = follow.follow("models", self.settings, self.apply, self.outcomes.append, memory)
         task = asyncio.create_task(work)
         yield
         assert not task.done()
@@ -88,29 +89,31 @@ async def test_a_process_that_replaces_another_reads_what_changed_before(tmp_pat
     assert following.applied == [["b"]]
 
 
-async def test_a_process_that_replaces_another_serves_what_the_others_do(tmp_path: Path) -> None:
-    path, folder = tmp_path / "models.yaml", tmp_path / "processes"
-    folder.mkdir()
+async def test_a_process_that_replaces_another_serves_what_the_others_do(tmp_path: Path, table: int) -> None:
+    path, applied = tmp_path / "models.yaml", {"models": table}
     path.write_text("models: {a: {}}")
     following = Following(path)
-    assert follow.as_applied(following.settings, folder) is following.settings
-    async with following.running(folder):
+    assert follow.as_applied(following.settings, applied) is following.settings
+    async with following.running(table):
+        path.write_text(f"models: {{{'long' * 99}: {{}}}}")
+        await following.until(1)
         path.write_text(
             "models: {b: {entry: e, defaults: {top_p: 0.5}, upstreams: [t:1], contract: batched}}"
         )
-        await following.until(1)
-        path.write_text("models: {c: {entri: e}}")
         await following.until(2)
-    replaced = follow.as_applied(following.settings, folder)
+        path.write_text("models: {c: {entri: e}}")
+        await following.until(3)
+    replaced = follow.as_applied(following.settings, applied)
     assert list(replaced.models) == ["b"]
     assert replaced.models["b"].defaults.top_p == 0.5
-    (folder / "models.json").write_text("{")
-    assert follow.as_applied(following.settings, folder) is following.settings
+    os.pwrite(table, b"{\n", 0)
+    assert follow.as_applied(following.settings, applied) is following.settings
 
 
-async def test_a_process_that_replaces_another_knows_the_keys_that_the_others_do(tmp_path: Path) -> None:
-    path, folder = tmp_path / "keys.yaml", tmp_path / "processes"
-    folder.mkdir()
+async def test_a_process_that_replaces_another_knows_the_keys_that_the_others_do(
+    tmp_path: Path, table: int
+) -> None:
+    path = tmp_path / "keys.yaml"
     path.write_text("api_keys: [{name: a, key: first}]")
     settings = load_settings({"keys_file": str(path)})
     applied: list[Settings] = []
@@ -119,15 +122,15 @@ async def test_a_process_that_replaces_another_knows_the_keys_that_the_others_do
     async def apply(changed: Settings) -> None:
         applied.append(changed)
 
-    task = asyncio.create_task(follow.follow("api_keys", settings, apply, outcomes.append, folder))
+    task = asyncio.create_task(follow.follow("api_keys", settings, apply, outcomes.append, table))
     path.write_text("api_keys: [{name: b, key: second-secret, models: [m], scopes: [admin]}]")
     await until(lambda: outcomes == ["applied"])
     path.write_text("api_keys: [{name: b, key: [}]")
     await until(lambda: outcomes == ["applied", "refused"])
     task.cancel()
-    replaced = follow.as_applied(settings, folder)
+    replaced = follow.as_applied(settings, {"api_keys": table})
     assert [key.hashed() for key in applied[0].api_keys] == list(replaced.api_keys)
-    assert "second-secret" not in (folder / "api_keys.json").read_text()
+    assert b"second-secret" not in os.pread(table, 2**16, 0)
 
 
 @pytest.mark.parametrize(

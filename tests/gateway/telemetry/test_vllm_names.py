@@ -1,10 +1,10 @@
 import asyncio
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.metrics import Metrics, Place, UpstreamState, WorkerMetrics
+from gateway.process.workers import new_places
+from gateway.telemetry.metrics import Metrics, UpstreamState, WorkerMetrics
 from tests.gateway.fake_upstream import FakeUpstream, say_choices
 from tests.gateway.serving import in_process
 
@@ -95,17 +95,15 @@ def test_a_model_is_there_before_its_first_request() -> None:
     assert of(samples, "num_requests_running", model_name="m") == 0
 
 
-async def test_several_processes_count_each_engine_once(tmp_path: Path) -> None:
-    workers = [
-        WorkerMetrics(Place(number=number, count=2, folder=tmp_path, table=0), busy(number, A, B))
-        for number in range(2)
-    ]
-    async with asyncio.timeout(30):
-        for worker in workers:
-            await worker.start()
-        samples = read(await workers[0].render())
-        for worker in workers:
-            await worker.close()
+async def test_several_processes_count_each_engine_once() -> None:
+    with new_places(2) as places:
+        workers = [WorkerMetrics(place, busy(place.number, A, B)) for place in places]
+        async with asyncio.timeout(30):
+            for worker in workers:
+                await worker.start()
+            samples = read(await workers[0].render())
+            for worker in workers:
+                await worker.close()
     m = {"model_name": "m"}
     assert of(samples, "num_requests_waiting", **m) == 2 * 2 + 3 + 1
     assert of(samples, "num_requests_running", **m) == 2 * 10 - 3 - 1
