@@ -4,8 +4,7 @@ Dependencies are coroutines, though they await nothing: FastAPI would run plain 
 """
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -20,7 +19,6 @@ from starlette.responses import Response
 
 from gateway.anthropic.request import CountTokensRequest
 from gateway.core.events import Accepted
-from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, ModelCard, Tokens, Vector
 from gateway.errors import (
     ClientGoneError,
@@ -219,15 +217,15 @@ class Answering:
         request.check_choices(*min((of_gateway, "this gateway"), (limits.n or of_gateway, "this model")))
         request.check_bound(limits.max_tokens)
         generations = request.generations(request_id=record.request_id, deadline=record.deadline)
-        # A stream whose model takes long to load begins with pings.
-        patience_s = settings.ping_interval_s if request.stream else math.inf
+        # A stream that waits for long, for a place or for its model to be loaded, begins with pings.
+        patience_s = settings.ping_interval_s if request.stream else None
         with _naming(request.subject, ContextLengthError, request.bound_field):
             accepted = await running.start(generations, self._request.receive, patience_s=patience_s)
         if accepted is not None and not request.stream:
             return respond_with(await answer.accept(accepted).complete(running))
         await running.stop_watching()  # from here on the event stream watches
         return EventStream(
-            _events(running, generations, answer, accepted, record, request=request),
+            _events(running, answer, accepted, record, request=request),
             on_gone=lambda: running.end(ClientGoneError("The client hung up.")),
             ping_interval_s=settings.ping_interval_s,
             send_timeout_s=settings.send_timeout_s,
@@ -298,7 +296,6 @@ def _naming(subject: str, kind: type[InvalidRequestError], bound: str = "max_tok
 
 async def _events(
     running: RunningRequest,
-    generations: Sequence[Generation],
     answer: Answer,
     accepted: Accepted | None,
     record: RequestRecord,
@@ -308,9 +305,7 @@ async def _events(
     """Write the stream, and always its end: status 200 was sent already, perhaps before the acceptance."""
     try:
         with _naming(request.subject, ContextLengthError, request.bound_field):
-            accepted = accepted or await running.accepted(generations)
-        if accepted is not None:
-            answer.accept(accepted)
+            answer.accept(accepted or await running.accepted())
         if written := answer.begin():
             yield written
         async for event in running:

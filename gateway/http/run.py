@@ -6,7 +6,6 @@ the upstream tells. Knows nothing of JSON or server-sent events.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from time import perf_counter
@@ -119,6 +118,7 @@ class RunningRequest(AsyncIterator[Event]):
         self._model_wait: ExitStack | None = None
         """What ends the request's wait for its model to be loaded."""
         self._watcher: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[Accepted] | None = None
 
     def end(self, error: GatewayError) -> None:
         """End the request with `error`, cancelling whatever it waits for; only the first call has an effect.
@@ -159,7 +159,7 @@ class RunningRequest(AsyncIterator[Event]):
         generations: Sequence[Generation],
         receive: Receive,
         *,
-        patience_s: float = math.inf,
+        patience_s: float | None = None,
         logits_bytes: int = 0,
     ) -> Accepted | None:
         """Wait for admission and for the upstream to accept; once it has, status 200 may be sent.
@@ -167,14 +167,31 @@ class RunningRequest(AsyncIterator[Event]):
         Args:
             generations: one for each prompt; their events come as one stream (see `gateway.core.batch`).
             receive: the request's ASGI channel, which reports the client's hang-up; the body was read.
-            patience_s: how long to wait for a model that is being loaded. Then None is returned, and
-                `accepted` waits for the rest.
+            patience_s: how long to wait. Then None is returned, and `accepted` waits for the rest; None:
+                until the end.
             logits_bytes: what the logits that they report take; waits until there is room for them.
 
         Raises:
             GatewayError: a queue is full, the deadline passed, the client hung up, the gateway is shutting
                 down, or the upstream refused.
         """
+        self._starting = self._loop.create_task(self._start(generations, receive, logits_bytes))
+        self._record.resources.push_async_callback(self._stop_starting)
+        done, _ = await asyncio.wait({self._starting}, timeout=patience_s)
+        return await self._starting if done else None
+
+    async def accepted(self) -> Accepted:
+        """Wait, after `start`, for the upstream to accept.
+
+        Raises:
+            GatewayError: as for `start`.
+        """
+        assert self._starting is not None  # noqa: S101 - the caller's duty
+        return await self._starting
+
+    async def _start(
+        self, generations: Sequence[Generation], receive: Receive, logits_bytes: int
+    ) -> Accepted:
         self._card = self._gateway.upstream.model(generations[0].model)
         # A choice, or a beam, costs the upstream as much as a request.
         await self._enter(receive, permits=sum(generation.sequences for generation in generations))
@@ -185,17 +202,7 @@ class RunningRequest(AsyncIterator[Event]):
         source = together(generate, [first, *more]) if more else generate(first)
         self._next = source.__anext__
         self._record.resources.push_async_callback(source.aclose)
-        return await self.accepted(generations, patience_s=patience_s)
-
-    async def accepted(
-        self, generations: Sequence[Generation], *, patience_s: float = math.inf
-    ) -> Accepted | None:
-        """Wait, as `start` does, for the upstream to accept `generations`.
-
-        Raises:
-            GatewayError: as for `start`.
-        """
-        given_up = self._loop.time() + patience_s
+        self._record.resources.push_async_callback(self._stop_starting)  # before that: it may still be read
         async for event in self:
             if isinstance(event, Accepted):
                 if self._model_wait is not None:
@@ -206,8 +213,6 @@ class RunningRequest(AsyncIterator[Event]):
             if not isinstance(event, Heartbeat):
                 break
             self._count_as_waiting()
-            if self._loop.time() >= given_up:
-                return None
         raise UpstreamProtocolError("The upstream began an answer without accepting the request.")
 
     async def call(
@@ -259,6 +264,14 @@ class RunningRequest(AsyncIterator[Event]):
             self._waiting = None
             record.waited_s += perf_counter() - began
         return record.observe(event)
+
+    async def _stop_starting(self) -> None:
+        starting, self._starting = self._starting, None
+        if starting is not None and not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+        if starting is not None and not starting.cancelled():
+            starting.exception()  # which nobody may have waited for
 
     async def stop_watching(self) -> None:
         """Stop watching for the client's hang-up: from now on, whoever streams the answer notices it."""

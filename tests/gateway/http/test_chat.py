@@ -209,6 +209,27 @@ async def test_pings_while_the_model_is_loaded(path: str, fails: bool) -> None:
         assert data_of(text)[-1] == "data: [DONE]"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_pings_while_the_gateway_is_full(*, fails: bool) -> None:
+    free, text = asyncio.Event(), ""
+    upstream = FakeUpstream(lambda _: say_after(free))
+    async with on_socket(
+        upstream, ping_interval_s=0.1, max_in_flight=1, request_timeout_s=2 if fails else 60
+    ) as served:
+        first = asyncio.create_task(served.http.post(CHAT, json={"model": "glm", "messages": MESSAGES}))
+        await until(lambda: upstream.running == 1)
+        body = {"model": "glm", "messages": MESSAGES, "stream": True}
+        async with served.http.stream("POST", CHAT, json=body) as answer:
+            assert answer.status_code == 200
+            async for piece in answer.aiter_text():
+                text += piece
+                if ": ping\n" in text and not fails:
+                    free.set()
+        await first
+    assert ('"finish_reason":"stop"' in text) != fails
+    assert data_of(text)[-1] == "data: [DONE]"
+
+
 @pytest.mark.parametrize(
     ("path", "field", "said"),
     [(CHAT, "messages", MESSAGES), ("/v1/completions", "prompt", "x"), ("/v1/responses", "input", "x")],

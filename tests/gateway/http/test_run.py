@@ -16,7 +16,7 @@ from gateway.errors import ClientGoneError, DeadlineError, InvalidRequestError, 
 from gateway.http.record import RequestRecord
 from gateway.http.run import PROMPT_LOGPROBS_LIMIT, RunningRequest, check_prompt_logprobs
 from tests.gateway.fake_upstream import FakeUpstream, say, say_once_loaded
-from tests.gateway.serving import settings
+from tests.gateway.serving import settings, until
 
 
 async def connected() -> Any:
@@ -153,12 +153,10 @@ def counted(setup: Setup) -> list[float]:
 async def test_while_its_model_is_loaded_a_request_waits_in_the_metrics(setup: Setup) -> None:
     loaded = asyncio.Event()
     setup.upstream.script = lambda _: say_once_loaded(loaded)
-    asked = [setup.generation]
-    assert await setup.running.start(asked, connected, patience_s=0.0) is None
-    assert await setup.running.accepted(asked, patience_s=0.0) is None
-    assert counted(setup) == [1, 0]
+    assert await setup.running.start([setup.generation], connected, patience_s=0.0) is None
+    await until(lambda: counted(setup) == [1, 0])
     loaded.set()
-    assert await setup.running.accepted(asked)
+    assert await setup.running.accepted()
     assert counted(setup) == [0, 1]
     await setup.record.resources.aclose()
     assert counted(setup) == [0, 0]
@@ -167,6 +165,7 @@ async def test_while_its_model_is_loaded_a_request_waits_in_the_metrics(setup: S
 async def test_a_request_that_waits_in_vain_leaves_the_metrics(setup: Setup) -> None:
     setup.upstream.script = lambda _: say_once_loaded(asyncio.Event())
     assert await setup.running.start([setup.generation], connected, patience_s=0.0) is None
+    await until(lambda: counted(setup) == [1, 0])
     await setup.record.resources.aclose()
     assert counted(setup) == [0, 0]
 
