@@ -104,13 +104,16 @@ class Gateway:
             ControlDisabledError: there are no keys, and the sender may be on another machine.
             GatewayError: as `Keyring.authorize`.
         """
-        here = is_loopback(self.settings.host) and not any(name in headers for name in _PROXIED)
-        if not (self.settings.api_keys or here):
+        if not (self.settings.api_keys or self.from_here(headers)):
             raise ControlDisabledError(
                 "Without keys, models are controlled from this machine only, and not through a proxy:"
                 " add a key with the scope admin."
             )
         return self.keyring.authorize(headers, Scope.ADMIN)
+
+    def from_here(self, headers: Mapping[str, str]) -> bool:
+        """Whether whoever sent a request with these headers is on this machine, as far as they tell."""
+        return is_loopback(self.settings.host) and not any(name in headers for name in _PROXIED)
 
     def models(self, key: str | None) -> list[ModelCard]:
         """Return the models that the owner of that key may use; None: a caller without a key."""

@@ -76,11 +76,20 @@ def _for_metrics_alone(request: Request, settings: Settings) -> bool:
     return address is not None and server is not None and address.rpartition(":")[2] == str(server[1])
 
 
+def _from_here(request: Request, gateway: Gateway) -> bool:
+    """Whether a request comes from this machine, and not through a proxy that tells of itself.
+
+    nginx's proxy_pass by default tells no more than HTTP/1.0.
+    """
+    local = is_loopback(name_of(request.headers.get("host", ""))) and request.scope["http_version"] != "1.0"
+    return local and gateway.from_here(request.headers)
+
+
 async def _metrics(request: Request, gateway: GatewayDep, record: RecordDep) -> None:
     settings = gateway.settings
     if _for_metrics_alone(request, settings):
         return
-    if settings.metrics_need_key or not is_loopback(settings.host):
+    if settings.metrics_need_key or not _from_here(request, gateway):
         record.key_name = gateway.keyring.authorize(request.headers, Scope.METRICS)
 
 

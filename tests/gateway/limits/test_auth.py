@@ -138,6 +138,13 @@ async def test_metrics_need_a_key_of_their_scope_beyond_loopback(values: Any) ->
         assert [await status(bearer) for bearer in ("", "sk-1", "sk-3", "sk-4")] == [401, 403, 403, 200]
 
 
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Host"])
+async def test_metrics_need_a_key_through_a_proxy_on_this_machine(name: str) -> None:
+    async with in_process(FakeUpstream(), api_keys=KEYS, allowed_hosts=["*"]) as served:
+        assert (await served.http.get("/metrics")).status_code == 200
+        assert (await served.http.get("/metrics", headers={name: "gateway.example"})).status_code == 401
+
+
 async def test_metrics_on_loopback_and_where_there_are_no_keys_need_none() -> None:
     for values in ({"api_keys": KEYS}, {"host": "0.0.0.0", "allow_anonymous": True}):  # noqa: S104
         async with in_process(FakeUpstream(), **values) as served:
