@@ -60,6 +60,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         warn = settings.warn_of_faults and (place is None or place.number == 0)  # one process for all
         upstream = public = triton_upstream(settings, metrics, warn_of_faults=warn)
         metrics.upstreams.look = public.states
+    metrics.models.set_function(lambda: len(upstream.models()))
     shared = SharedCounters(
         gauges=3 * Admission.GAUGES + 2,
         counters=0,

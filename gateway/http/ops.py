@@ -48,7 +48,10 @@ async def ready(gateway: GatewayDep) -> Response:
         raise shutting_down()
     missing = gateway.not_ready()
     if missing is None:
-        raise UnavailableError("No model is known: no Triton answers, or none has one.")
+        raise UnavailableError(
+            "No model is known: no Triton answers, none has one, or they list none without the setting"
+            " repository_key. The log says which."
+        )
     shown = gateway.models(None)  # anybody may ask, also about models that are for certain keys
     if missing:
         named = ", ".join(card.id for card in shown if card.id in missing) or "a model"

@@ -197,6 +197,9 @@ class Metrics:
         )
         self.resumes = counter("resumed", "Answers that went on at another or a restarted Triton.", "model")
         self.upstreams = UpstreamStates(registry)
+        self.models = gauge(
+            "models", "Models that are known, ready or not; 0: none was found, so every request is refused."
+        )
         self.upstream_lookups = counter(
             "upstream_lookups",
             "Looks at the addresses of an upstream given as a name, by outcome: found, none, or failed.",

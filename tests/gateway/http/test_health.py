@@ -45,8 +45,10 @@ async def test_an_unloaded_model_does_not_count() -> None:
 async def test_no_model_is_not_ready() -> None:
     async with in_process(FakeUpstream(models=())) as served:
         answer = await served.http.get("/health/ready")
+        assert served.metric("models") == 0
     assert answer.status_code == 503
-    assert "no Triton answers, or none has one" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert all(reason in message for reason in ("no Triton answers", "none has one", "repository_key"))
 
 
 async def test_version() -> None:

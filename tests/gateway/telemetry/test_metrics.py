@@ -20,6 +20,7 @@ CONTRACT = {
     "key_tokens": {"key", "model", "kind"},
     "upstream_errors": {"model", "upstream", "code"},
     "resumed": {"model"},
+    "models": set(),
     "upstream_healthy": {"model", "upstream"},
     "upstream_requests_waiting": {"model", "upstream"},
     "upstream_kv_usage_ratio": {"model", "upstream"},
