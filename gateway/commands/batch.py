@@ -94,6 +94,14 @@ def check_input(path: Path) -> set[str]:
     return seen.keys() | set()
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ClientError(f"cannot write {path}: {error.strerror}") from None
+
+
 def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], int]:
     """Open the output to go on with it: return it, the ids that are done, and how many of these failed.
 
@@ -102,10 +110,8 @@ def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], i
     Raises:
         ClientError: it cannot be written, another run writes it, or it is no output of a batch.
     """
-    try:
+    with _writing(path):
         file = path.open("a+b")
-    except OSError as error:
-        raise ClientError(f"cannot write {path}: {error.strerror}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,7 +138,8 @@ def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], i
     if len(complete) != os.fstat(file.fileno()).st_size:
         # A crash meanwhile must not lose what there is.
         safe = path.with_name(f"{path.name}.new")
-        safe.write_bytes(complete)
+        with _writing(safe):
+            safe.write_bytes(complete)
         file.close()
         safe.replace(path)
         return open_output(path, keep_failed=True)
@@ -336,7 +343,7 @@ def batch(
     with connected(url):
         pass  # only whether it is a URL
     out, done, failed = open_output(target, keep_failed=not retry_failed)
-    with out:
+    with _writing(target), out:
         if stray := done - ids:
             raise ClientError(f"{target} holds answers to another input, such as {min(stray)!r}")
         requests = (read_line(text) for _, text in lines_of(source))

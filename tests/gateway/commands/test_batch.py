@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.cli import main
+from gateway.commands import batch
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UnavailableError
@@ -179,6 +180,16 @@ def test_wrong_output_is_left_alone(tmp_path: Path) -> None:
         assert "another run" in run(source, out, "--url", "http://127.0.0.1:9")[1]
     absent = tmp_path / "absent" / "out"
     assert f"cannot write {absent}: No such file" in run(source, absent, "--url", "http://127.0.0.1:9")[1]
+
+
+async def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = write(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
+    monkeypatch.setattr(batch, "open_output", lambda *_, **__: (open("/dev/full", "wb"), set(), 0))  # noqa: PTH123, SIM115
+    async with on_socket(FakeUpstream()) as served:
+        status, output = await ask(served, source, target)
+    assert status == 1
+    assert output.splitlines()[-1] == f"Error: cannot write {target}: No space left on device"
+    assert "Traceback" not in output
 
 
 async def test_ctrl_c_lets_finish_what_was_asked(tmp_path: Path) -> None:
