@@ -39,12 +39,9 @@ from gateway.settings import Settings
 from gateway.telemetry.logs import configure_logging
 from gateway.telemetry.metrics import Place
 
-_IDLE_S = 75
-"""Until an idle connection is closed: longer than clients keep one, or a request may be on its way at that
-moment. Load balancers (AWS's ALB, nginx) keep one for 60 s, and would answer a POST with a 502."""
 _IDLE_WHEN_LEAVING_S = 8
-"""The same once another process has taken over, which must not take long: httpx, which SDKs use, keeps one
-for 5 s."""
+"""Until an idle connection is closed once another process has taken over, which must not take long: httpx,
+which SDKs use, keeps one for 5 s."""
 
 _LAST_WORDS_S = 1.0
 """How long ended requests get to write their error to the client."""
@@ -227,7 +224,7 @@ def make_server(app: FastAPI, certificate: Certificate | None = None) -> Server:
             log_config=None,
             server_header=False,
             timeout_graceful_shutdown=int(_LAST_WORDS_S),
-            timeout_keep_alive=_IDLE_S,
+            timeout_keep_alive=app.state.gateway.settings.idle_connection_s,
             ssl_certfile=path,
         )
         config.load()  # as long as the file is there

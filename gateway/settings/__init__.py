@@ -252,6 +252,9 @@ class Settings(BaseSettings):
         description="seconds a client may leave an answer unread before it counts as gone and its "
         "connection ends",
     )
+    idle_connection_s: float = Field(
+        75.0, gt=0, description="seconds until an idle connection is closed: more than a balancer keeps one"
+    )
     idle_timeout_s: float = Field(
         10.0, gt=0, description="seconds without any sign of life from Triton before a request gives up on it"
     )

@@ -9,7 +9,6 @@ import pytest
 
 from gateway.http import protocol
 from gateway.limits import admission
-from gateway.process import server
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import CHAT, MESSAGES, Served, on_socket, until
 
@@ -274,10 +273,9 @@ async def test_a_connection_beyond_the_bound_ends_with_its_answer() -> None:
         assert await prober.ended()
 
 
-async def test_a_body_that_comes_after_its_answer_keeps_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_IDLE_S", 1)
+async def test_a_body_that_comes_after_its_answer_keeps_nothing_open() -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
-    async with on_socket(FakeUpstream(), max_in_flight=1, max_waiting=0) as served:
+    async with on_socket(FakeUpstream(), max_in_flight=1, max_waiting=0, idle_connection_s=0.5) as served:
         await served.gateway.admission.acquire()
         async with kept(served) as early:
             assert b" 429 " in await early.ask(f"{head}Content-Type: application/json\r\n\r\n".encode())
