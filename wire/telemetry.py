@@ -4,14 +4,15 @@ The SDK comes with the extra `tracing`, so only this module and those that creat
 an endpoint is set. This module does not know which spans there are.
 """
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 _SCOPE: Final = "tritongate"
@@ -20,6 +21,39 @@ _TIMEOUT_S: Final = 5.0
 """For one export, including its retries."""
 _LAST_WORDS_S: Final = 2.0
 """How long a process that exits waits for the collector to take the last spans."""
+
+_log = logging.getLogger(__name__)
+_sdk_log = logging.getLogger(OTLPSpanExporter.__module__)
+
+
+class _Exporter(OTLPSpanExporter):
+    """Says once that the collector takes no spans, and once that it does again; the SDK says each failure."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint, timeout=_TIMEOUT_S)
+        self._takes = True
+        self._where = {"endpoint": endpoint}
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        said: list[str] = []
+
+        def keep(record: logging.LogRecord) -> bool:
+            said.append(record.getMessage())
+            return False
+
+        _sdk_log.addFilter(keep)
+        try:
+            result = super().export(spans)
+        finally:
+            _sdk_log.removeFilter(keep)
+        takes = result is SpanExportResult.SUCCESS
+        if takes and not self._takes:
+            _log.warning("the trace collector takes spans again", extra=self._where)
+        elif self._takes and not takes:
+            extra = {**self._where, "detail": "".join(said[:1])}  # what follows is that it gives up
+            _log.warning("the trace collector takes no spans: they are lost", extra=extra)
+        self._takes = takes
+        return result
 
 
 class Telemetry:
@@ -44,7 +78,7 @@ class Telemetry:
             resource=Resource.create({"service.name": service, **(attributes or {})}),
             shutdown_on_exit=False,
         )
-        self._exporter = OTLPSpanExporter(endpoint, timeout=_TIMEOUT_S)
+        self._exporter = _Exporter(endpoint)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter, schedule_delay_millis=_DELAY_MS))
         self.tracer = self._provider.get_tracer(_SCOPE)
 

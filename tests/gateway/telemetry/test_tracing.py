@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from gateway.core.events import Accepted, Event
 from gateway.core.request import Generation
@@ -184,6 +186,22 @@ async def test_a_hang_up_in_the_queue(collector: Receiver) -> None:
     (admission,) = (span for span in collector.named("admission") if span.trace_id == TRACE_ID)
     assert admission.attributes["error.type"] == "ClientGoneError"
     assert admission.status == ERROR
+
+
+def test_a_collector_that_goes_and_comes_back_is_a_line_each(
+    collector: Receiver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telemetry, "_TIMEOUT_S", 2.5)
+    exporter = telemetry._Exporter(collector.endpoint.replace("127.0.0.1", "127.0.0.2"))  # nobody is there
+    for _ in range(2):
+        exporter.export([])
+    monkeypatch.setattr(OTLPSpanExporter, "export", lambda *_: SpanExportResult.SUCCESS)
+    for _ in range(2):
+        exporter.export([])
+    told = [(record.name, record.getMessage().split(":")[0]) for record in caplog.records]
+    takes = "the trace collector takes "
+    assert told == [("wire.telemetry", takes + "no spans"), ("wire.telemetry", takes + "spans again")]
+    assert "refused" in caplog.records[0].detail  # type: ignore[attr-defined]
 
 
 async def test_a_collector_that_is_away_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
