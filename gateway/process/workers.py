@@ -358,6 +358,7 @@ class _Worker:
                     *(listener.fileno() for listener in self.listeners.http),
                     *(self.place.table, *self.place.applied.values(), *self.place.asks, self.place.asked),
                 ),
+                start_new_session=True,  # a terminal's Ctrl-C would end it with a traceback while it imports
             )
         except OSError:  # for example, no memory for another process
             _log.exception("a worker could not be started")
