@@ -22,7 +22,7 @@ from triton_models.engine.sequence import Request, Sequence, SequenceState
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.step import Step
 
-MAX_RUNNING, BUDGET, CONTEXT = 5, 6, 48
+MAX_RUNNING, BUDGET, CONTEXT = 7, 7, 48
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -40,8 +40,8 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=5),
 )
 
-BURSTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=2, max_size=4)
-"""Prompts of which several fit a step."""
+BURSTS = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=6), min_size=5, max_size=8)
+"""Prompts of which two may fit a step, and all together fill three."""
 
 STEPS = st.integers(0, 3)
 """Few enough to leave prompts in their middle."""
@@ -55,10 +55,10 @@ class SchedulerModel(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        blocks=st.sampled_from([12, 14, 18, 60]),
+        blocks=st.sampled_from([12, 14, 18, 60, 60]),
         overlap=st.booleans(),
         burst_steps=st.sampled_from([0, 1, 3, 3]),
-        burst_tokens=st.sampled_from([BUDGET, 2 * BUDGET, 4 * BUDGET]),
+        burst_tokens=st.sampled_from([BUDGET, BUDGET, 2 * BUDGET]),
         draft_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(
