@@ -68,7 +68,7 @@ def test_a_context_that_is_exceeded_is_told_in_the_words_that_agents_look_for(de
     both = ask(demo, GREETING, max_tokens=2048).json()["error"]["message"]
     assert both == f"input length and `max_tokens` exceed context limit: {tokens} + 2048 > 2048"
     long = ask(demo, [{"role": "user", "content": "Good morning! " * 2048}]).json()["error"]["message"]
-    assert long.startswith("prompt is too long: the prompt has ")
+    assert long.startswith("prompt is too long: This model's maximum context length is 2048 tokens. ")
 
 
 def test_what_the_model_side_refuses_has_the_form_of_this_route(demo: openai.OpenAI) -> None:
