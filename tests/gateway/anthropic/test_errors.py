@@ -47,8 +47,8 @@ def test_a_context_that_is_exceeded_is_told_in_the_words_that_agents_look_for() 
     """They have no code to go by. The end-to-end tests have the models' own words, too."""
     for said, told in (
         (
-            "the prompt has 9 tokens; the context is 8",
-            "prompt is too long: the prompt has 9 tokens; the context is 8",
+            "This model's maximum context length is 8 tokens. The prompt has 9.",
+            "prompt is too long: This model's maximum context length is 8 tokens. The prompt has 9.",
         ),
         (
             (
