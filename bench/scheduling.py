@@ -180,7 +180,7 @@ def make_scheduler(
 @click.option("--apart-ms", default=1000 * _APART_S, show_default=True, help="between requests sent at once")
 @click.option("--max-running", default=512, show_default=True)
 @click.option("--max-batched-tokens", default=1024, show_default=True)
-@click.option("--burst-tokens", default=4096, show_default=True)
+@click.option("--burst-tokens", default=2048, show_default=True)
 @click.option("--burst-steps", default=4, show_default=True)
 def main(
     *,

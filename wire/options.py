@@ -145,9 +145,9 @@ OPTIONS: Final = (
         default="512",
         least=0,
     ),
-    # A GPU computes many tokens in the time it takes to read the weights once. With four times as many prompt
-    # tokens in a step, each takes 7 % less time, but the decodes in it stall four times as long
-    # (bench/log/2026-11.md): worth it only while many prompts wait.
+    # A GPU computes many tokens in the time it takes to read the weights once. With twice as many prompt
+    # tokens in a step, each takes 5 to 7 % less time, with four times as many no less (bench/LOG.md). But the
+    # decodes in it stall twice as long: worth it only while many prompts wait.
     Option(
         name="max_batched_tokens",
         kind=int,
@@ -158,9 +158,9 @@ OPTIONS: Final = (
     Option(
         name="burst_tokens",
         kind=int,
-        help="Tokens in one step of the engine for a burst of prompts: when three such steps of them wait.",
+        help="Tokens in one step of the engine for a burst of prompts: when six such steps of them wait.",
         default="max_batched_tokens",
-        gpu=4096,
+        gpu=2048,
         least=1,
     ),
     Option(

@@ -28,10 +28,10 @@ GPU_SHARE: Final = 0.95
 LOGITS_COPIES: Final = 10
 GRAPH_BYTES: Final = 2 * 2**20
 INT4_GROUP: Final = 128
-STEP_TOKENS: Final = 4096
-"""Tokens of the largest captured step."""
+STEP_TOKENS: Final = 2048
+"""Tokens of the largest step."""
 
-GRAPHS: Final = 150
+GRAPHS: Final = 134
 """Captured steps at `MAX_RUNNING`: those of decodes only, in two graphs each, and those with prompts."""
 _FLOAT32: Final = 4
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)

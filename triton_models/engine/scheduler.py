@@ -37,9 +37,9 @@ _TOKENS_PER_END = 512
 """A step that pauses the decodes must finish at least one prompt per this many tokens: the first tokens of
 several requests are worth a pause, the middle of long prompts is not."""
 
-_LARGE_STEPS = 3
+_LARGE_STEPS = 6
 """A burst that fills fewer of the largest steps is computed in usual ones, beside the decodes. First tokens
-come at the end of a step: of one or two large ones, half of the clients wait for the last (bench/LOG.md)."""
+come at the end of a step: of a few large ones, half of the clients wait for the last (bench/LOG.md)."""
 
 
 def least_ends(tokens: int) -> int:

@@ -65,7 +65,7 @@ def test_figures_are_the_engines_own() -> None:
     assert gpu_defaults["max_running"] == sizing.MAX_RUNNING
     assert sizing.LOGITS_COPIES == capacity.LOGITS_COPIES
     assert sizing.GRAPH_BYTES == capacity.GRAPH_BYTES
-    assert sizing.STEP_TOKENS == graphs.LARGEST_PROMPTS
+    assert gpu_defaults["burst_tokens"] == sizing.STEP_TOKENS
     decodes = graphs.decode_sizes(sizing.MAX_RUNNING)
     prompts = graphs.prompt_sizes(sizing.STEP_TOKENS)
     assert 2 * len(decodes) + len(prompts) == sizing.GRAPHS
@@ -121,7 +121,7 @@ def test_where_nothing_helps_no_flag_is_advised() -> None:
     assert status == 1
     assert text.splitlines()[-2:] == [
         "It does not fit a GPU of 0.5 GiB in bfloat16.",
-        "Nor does it with `up --quantization int4 --max-running 1`, which takes 0.81 GiB without a KV cache.",
+        "Nor does it with `up --quantization int4 --max-running 1`, which takes 0.77 GiB without a KV cache.",
     ]
 
 

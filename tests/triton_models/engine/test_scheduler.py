@@ -197,8 +197,8 @@ def test_a_prompt_whose_end_fits_is_cut_for_many_decodes_only() -> None:
 
 def test_a_burst_is_as_large_as_it_may_be() -> None:
     times = StepTimes((8, 14), (0.008, 0.028))
-    chosen, _ = scheduler(blocks=40, max_running=10, burst_tokens=14, times=times)
-    for number in range(10):
+    chosen, _ = scheduler(blocks=80, max_running=14, burst_tokens=14, times=times)
+    for number in range(14):
         chosen.add(sequence(str(number), 6, 9, arrival=number))
     assert sum(chunk.count for chunk in chosen.schedule().chunks) == 14
 
@@ -247,8 +247,8 @@ def pattern(chosen: Scheduler, steps: int) -> str:
 
 def test_decodes_pause_for_a_burst_and_its_rest() -> None:
     chosen = decoding(burst_steps=8)
-    burst(chosen, 7)
-    assert pattern(chosen, 6) == "PPPPDD"
+    burst(chosen, 13)
+    assert pattern(chosen, 9) == "PPPPPPPDD"
 
 
 def test_without_burst_steps_every_decode_is_in_every_step() -> None:
@@ -313,19 +313,19 @@ def tokens(chosen: Scheduler, steps: int) -> list[tuple[int, int]]:
     return done
 
 
-def test_steps_are_large_from_when_three_of_them_wait_until_none_is_full() -> None:
+def test_steps_are_large_from_when_six_of_them_wait_until_none_is_full() -> None:
     chosen = decoding(burst_steps=0, burst_tokens=20)
-    burst(chosen, 11)
+    burst(chosen, 23)
     assert tokens(chosen, 1) == [(9, 1)]
     chosen = decoding(burst_steps=0, burst_tokens=20)
-    burst(chosen, 12)
-    assert tokens(chosen, 6) == [(19, 1), (19, 1), (19, 1), (3, 1), (0, 1), (0, 1)]
+    burst(chosen, 24)
+    assert tokens(chosen, 8) == [*[(19, 1)] * 6, (6, 1), (0, 1)]
 
 
 def test_what_is_cached_makes_no_step_larger() -> None:
     chosen, _ = scheduler(blocks=400, max_running=60, burst_tokens=20)
     for first in (20, 10):
-        for number in range(10):
+        for number in range(12):
             chosen.add(sequence(str(number), 10, 1, arrival=number))
         assert tokens(chosen, 1) == [(first, 0)], "of ten tokens, eight are cached the second time"
         tokens(chosen, 8)
@@ -335,26 +335,26 @@ def test_less_urgent_prompts_behind_a_burst_are_not_counted() -> None:
     for priority, first in ((0, (39, 1)), (1, (9, 1))):
         chosen = decoding(burst_steps=0, burst_tokens=40)
         burst(chosen, 5)
-        for number in range(40):
+        for number in range(44):
             chosen.add(sequence(f"later{number}", 5, 1, arrival=200 + number, priority=priority))
         assert tokens(chosen, 1) == [first]
 
 
 def test_decodes_pause_from_large_steps_too() -> None:
     chosen = decoding(burst_steps=8, burst_tokens=20)
-    burst(chosen, 13)
-    assert tokens(chosen, 5) == [(20, 0), (20, 0), (20, 0), (5, 0), (0, 1)]
+    burst(chosen, 25)
+    assert tokens(chosen, 8) == [*[(20, 0)] * 6, (5, 0), (0, 1)]
 
 
-def test_decodes_do_not_pause_for_fewer_than_three_large_steps() -> None:
+def test_decodes_do_not_pause_for_fewer_than_six_large_steps() -> None:
     chosen = decoding(burst_steps=8, burst_tokens=20)
-    burst(chosen, 11)
+    burst(chosen, 23)
     assert tokens(chosen, 3) == [(9, 1)] * 3
 
 
 def test_an_idle_engine_takes_large_steps() -> None:
     chosen, _ = scheduler(blocks=200, max_running=60, burst_tokens=40)
-    burst(chosen, 24)
+    burst(chosen, 48)
     assert tokens(chosen, 1) == [(40, 0)]
 
 
@@ -409,7 +409,7 @@ def test_what_was_used_comes_back() -> None:
 
 
 def test_clients_that_ask_together_after_every_answer_can_pause_each_time() -> None:
-    # 128 prompts of 259 tokens take some 8 steps of 4,096; their answers of 256 tokens, as many steps.
+    # Of the 16 steps of 2,048 that 128 prompts of 259 tokens take, half; their answers take 256 steps.
     allowance = BurstAllowance(4)
     for _ in range(20):
         for _ in range(2):

@@ -23,6 +23,8 @@ from triton_models.engine.settings import EngineSettings
 from triton_models.engine.step import Step
 
 MAX_RUNNING, BUDGET, CONTEXT = 7, 7, 48
+LARGE_CACHE = 60
+"""Blocks."""
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -40,8 +42,12 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=5),
 )
 
-BURSTS = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=6), min_size=5, max_size=8)
-"""Prompts of which two may fit a step, and all together fill three."""
+BURSTS = st.builds(
+    lambda short, long: short + long,
+    st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=4), min_size=2, max_size=2),
+    st.lists(st.lists(st.integers(0, 9), min_size=8, max_size=20), min_size=3, max_size=5),
+)
+"""Prompts of which the first two fit a step, and all together fill six, or six large ones."""
 
 STEPS = st.integers(0, 3)
 """Few enough to leave prompts in their middle."""
@@ -55,7 +61,7 @@ class SchedulerModel(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        blocks=st.sampled_from([12, 14, 18, 60, 60]),
+        blocks=st.sampled_from([12, 14, 18, LARGE_CACHE, LARGE_CACHE]),
         overlap=st.booleans(),
         burst_steps=st.sampled_from([0, 1, 3, 3]),
         burst_tokens=st.sampled_from([BUDGET, BUDGET, 2 * BUDGET]),
@@ -103,10 +109,13 @@ class SchedulerModel(RuleBasedStateMachine):
             self.open_request(prompt, count, **options)
         self.steps(steps)
 
-    @rule(prompts=BURSTS, count=st.integers(1, 9), steps=STEPS)
+    @rule(prompts=BURSTS, count=st.integers(1, 3), steps=STEPS)
     def burst(self, prompts: list[list[int]], count: int, steps: int) -> None:
+        # A smaller cache would never admit them together.
+        longest = CONTEXT if self.blocks.blocks == LARGE_CACHE else 6
         for prompt in prompts:
-            self.open_request(prompt, count, priority=-1, deadline=None, prefix_cache=True, shares_tail=False)
+            options: dict[str, Any] = {"priority": -1, "deadline": None}
+            self.open_request(prompt[:longest], count, **options, prefix_cache=True, shares_tail=False)
         self.steps(steps)
 
     @precondition(lambda self: self.open)

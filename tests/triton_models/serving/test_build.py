@@ -210,7 +210,7 @@ def test_the_given_format_also_says_where_tokens_stand(tmp_path: Path) -> None:
 def test_a_gpu_gets_larger_steps_unless_asked() -> None:
     on_gpu = engine_settings(parameters(max_running=7), torch.device("cuda:0"))
     assert (on_gpu.max_running, on_gpu.max_batched_tokens) == (7, 1024)
-    assert (on_gpu.burst_tokens, on_gpu.burst_steps) == (4096, 4)
+    assert (on_gpu.burst_tokens, on_gpu.burst_steps) == (2048, 4)
     on_cpu = engine_settings(parameters(max_running=7), torch.device("cpu"))
     assert on_cpu == EngineSettings(max_running=7)
 
