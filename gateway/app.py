@@ -39,7 +39,7 @@ from gateway.triton.public import Plan, PublicModels
 from gateway.triton.resolver import Resolve, resolve
 
 _TOKENIZED_AT_ONCE = 8
-"""A tokenizer entry handles one request at a time, so more than its next few wait in the gateway."""
+"""A model tokenizes one request at a time, so more than its next few wait in the gateway."""
 
 
 def create_app(settings: Settings, upstream: Upstream | None = None, place: Place | None = None) -> FastAPI:

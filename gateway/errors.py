@@ -2,6 +2,7 @@
 
 GatewayError
 ├── InvalidRequestError          400
+│   ├── NoTemplateError          400
 │   └── ContextLengthError       400  context_length_exceeded
 ├── AuthenticationError          401
 ├── PermissionDeniedError        403

@@ -141,7 +141,7 @@ OPTIONS: Final = (
     Option(
         name="max_waiting",
         kind=int,
-        help="Requests in the engine's waiting list; more are refused.",
+        help="Open requests beyond `max_running`; more are refused.",
         default="512",
         least=0,
     ),

@@ -31,14 +31,15 @@ INT4_GROUP: Final = 128
 STEP_TOKENS: Final = 2048
 """Tokens of the largest step."""
 
-GRAPHS: Final = 134
-"""Captured steps at `MAX_RUNNING`: those of decodes only, in two graphs each, and those with prompts."""
+GRAPHS: Final = 204
+"""Graphs at `MAX_RUNNING`: of each step of decodes one for its logits and three that sample; one of each step
+with prompts."""
+CONTEXT_BYTES: Final = GIB
+"""What the driver and its libraries take of a device for one process."""
 _FLOAT32: Final = 4
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _CONTEXTS: Final = (1024, 2048, 4096, 8192, 32768, 131072)
 _MOST_GIB: Final = 2**20
-_CONTEXT_BYTES: Final = GIB // 2
-"""What the driver and its libraries take of a device for one process."""
 
 
 class SizingError(click.ClickException):
@@ -92,7 +93,7 @@ class Shape:
         counts = max_running * self.vocabulary * _FLOAT32
         # Once for the allocator, once for the graphs' own pool; then what sampling with every option may add.
         pools = 2 * activations + GRAPHS * GRAPH_BYTES
-        return _CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
+        return CONTEXT_BYTES + counts + pools + max(0, sampling - activations)
 
 
 def _int4_row(columns: int) -> int:

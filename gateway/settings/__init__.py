@@ -239,7 +239,7 @@ class Settings(BaseSettings):
         256 * 2**20,
         ge=2**20,
         description="bytes that all request bodies held at once may take, as they came and as they were read "
-        "(text as much again, token ids eight times); more are refused with a 429",
+        "(text once to four times, token ids eight times); more are refused with a 429",
     )
     # How long.
     body_timeout_s: float = Field(30.0, gt=0, description="seconds a client may take to send a request body")
@@ -275,7 +275,9 @@ class Settings(BaseSettings):
         gt=0,
         description="seconds that an admin's load may take, or an unload wait for requests in flight",
     )
-    drain_s: float = Field(30.0, ge=0, description="seconds that running requests have to finish at shutdown")
+    drain_s: float = Field(
+        30.0, ge=0, description="seconds that running requests have to finish at shutdown (`up`: at most 5)"
+    )
     # What one request gets.
     default_max_tokens: int | None = Field(
         None, ge=1, description="limit on new tokens when a request sets none; unset: the rest of the context"
@@ -394,7 +396,10 @@ class SettingRow:
 
 
 def settings_table() -> Iterator[SettingRow]:
-    """Describe every setting, in order; `--help`, README and deployments are made from it or tested by it."""
+    """Describe every setting, in order.
+
+    `--help`, docs/settings.md and deployments are made from it or tested by it.
+    """
     for name, field in Settings.model_fields.items():
         default = field.default
         if isinstance(default, bool):

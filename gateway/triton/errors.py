@@ -46,7 +46,7 @@ class Treatment:
     """For the client, unless the upstream's refusal has a message of its own."""
     retry_after_s: int | None = None
     failover: bool = False
-    """Another replica may be asked, as long as no token was delivered."""
+    """Another replica may be asked: before the first token, or to go on with an answer that has begun."""
     same_replica: bool = False
     """The same replica may be asked again."""
     own_words: bool = False
@@ -132,7 +132,7 @@ class Fault(enum.Enum):
     INTERNAL = Treatment(
         "internal", UpstreamProtocolError, "The model's server failed to answer the request."
     )
-    """The model says that it failed on this request; it would elsewhere."""
+    """The model says that it failed on this request; it would on another replica, too."""
     UNKNOWN = Treatment(
         "unknown", UpstreamProtocolError, "The model's server failed to answer the request.", failover=True
     )

@@ -269,7 +269,7 @@ class Replica:
         else:
             age = self.report.heartbeat_age_s
             if age is not None and age > self._policy.stuck_after_s:
-                self._become(ReplicaState.STUCK, f"the engine last made a step {age:.0f} s ago")
+                self._become(ReplicaState.STUCK, f"a thread of the model has been stuck for {age:.0f} s")
                 return
             await self._open_channel()
             if self._dialect is not None:  # else it was suspected meanwhile, and is looked at again at once

@@ -136,8 +136,8 @@ class Scheduler:
     * Every running decode gets its token in every step, so a long prompt never stalls the others. The rest of
       the budget goes to prompts by rank: one that outranks a prompt in progress overtakes it.
     * Prompts are cut where the device computes a row in the least time: see `StepTimes`.
-    * If waiting prompts, of no worse priority than the decodes, fill `burst_tokens` several times, the step
-      is that large. Only such a burst, of short prompts, makes the decodes pause, and not for long: see
+    * If waiting prompts, of no worse priority than the decodes, fill `burst_tokens` six times, the step is
+      that large. Only such a burst, of short prompts, makes the decodes pause, and not for long: see
       `BurstAllowance`.
     * What another sequence computed is not computed again (`PrefixCache`). No sequence has to wait for a
       common beginning that is still being computed: when a sequence is admitted, all tokens of the sequences

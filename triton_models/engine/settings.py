@@ -26,7 +26,7 @@ class EngineSettings:
     max_batched_tokens: int = 1024
     """Most tokens in one step; what the decodes leave is used for chunks of prompts."""
     burst_tokens: int | None = None
-    """Most tokens in one step while several waiting prompts fill it, if more than `max_batched_tokens`."""
+    """Most tokens in one step while six such steps of prompts wait, if more than `max_batched_tokens`."""
     burst_steps: int = 0
     """Most consecutive steps in which a burst runs without decodes (see `BurstAllowance`); 0: none."""
     block_size: int | None = None

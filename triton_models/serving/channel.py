@@ -60,7 +60,7 @@ class DeltaChannel(Call):
         return self._sent - 1
 
     def attach(self, streams: range, key: str) -> None:
-        """Reserve the numbers `streams` for the choices of the open request `key`; on the intake's thread.
+        """Reserve the numbers `streams` for the choices of the open request `key`; on the preparing thread.
 
         Raises:
             ChannelLostError: the channel is not open any more.
@@ -148,7 +148,7 @@ class Delivery:
     ) -> None:
         self.worker = Worker[_Posted]("delivery", self._handle, idle=self._keep_alive, idle_s=_KEEP_ALIVE_S)
         self._channels: dict[str, DeltaChannel] = {}
-        """The open ones, by id: added and found on the intake's thread, removed on this one's."""
+        """The open ones, by id: added on the intake's thread, found on the preparing one, removed on ours."""
         self._find = find
         self._sender = sender
         self._on_first_token = on_first_token

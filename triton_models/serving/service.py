@@ -254,7 +254,7 @@ class Service:
         self._intake.begin(request)
 
     def _prepare(self, request: OpenRequest) -> None:
-        """Queue one request in the engine, or refuse it; on the intake's thread."""
+        """Queue one request in the engine, or refuse it; on the preparing thread."""
         try:
             if (given_up := request.given_up()) is not None:
                 self._sender.refuse(request, *given_up)

@@ -31,13 +31,13 @@ class ModelReport:
     """What is known of a model, by its answer to a probe; None: its contract does not tell."""
 
     heartbeat_age_s: float | None = None
-    """Seconds since the engine's last loop iteration."""
+    """Seconds since the last sign of life of the thread of the model that has been silent the longest."""
     running: int | None = None
     """Answers in progress or waiting in the engine, whoever asked for them."""
     waiting: int | None = None
     """How many of them wait."""
     begun: int | None = None
-    """Answers since the model was loaded, whoever asked for them."""
+    """Generations since the model was loaded, whoever asked for them."""
     kv_usage: float | None = None
     """Share of the engine's KV blocks in use, 0 to 1."""
     chat_format: str | None = None

@@ -25,6 +25,7 @@ from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import read_model_argument
 from triton_models.engine import backend, capacity, graphs
 from triton_models.engine.quantised import GROUP, QUANTISATIONS
+from triton_models.engine.sampler import PlainRules
 from wire.options import OPTIONS
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -68,7 +69,8 @@ def test_figures_are_the_engines_own() -> None:
     assert gpu_defaults["burst_tokens"] == sizing.STEP_TOKENS
     decodes = graphs.decode_sizes(sizing.MAX_RUNNING)
     prompts = graphs.prompt_sizes(sizing.STEP_TOKENS)
-    assert 2 * len(decodes) + len(prompts) == sizing.GRAPHS
+    assert (1 + len(PlainRules)) * len(decodes) + len(prompts) == sizing.GRAPHS
+    assert sizing.CONTEXT_BYTES == capacity.CONTEXT_BYTES
 
 
 def test_chatglm3_on_24_gib() -> None:
@@ -121,7 +123,7 @@ def test_where_nothing_helps_no_flag_is_advised() -> None:
     assert status == 1
     assert text.splitlines()[-2:] == [
         "It does not fit a GPU of 0.5 GiB in bfloat16.",
-        "Nor does it with `up --quantization int4 --max-running 1`, which takes 0.77 GiB without a KV cache.",
+        "Nor does it with `up --quantization int4 --max-running 1`, which takes 1.41 GiB without a KV cache.",
     ]
 
 
