@@ -275,9 +275,7 @@ class Settings(BaseSettings):
         gt=0,
         description="seconds that an admin's load may take, or an unload wait for requests in flight",
     )
-    drain_s: float = Field(
-        30.0, ge=0, description="seconds that running requests have to finish at shutdown (`up`: at most 5)"
-    )
+    drain_s: float = Field(30.0, ge=0, description="seconds to finish requests at shutdown (`up`: at most 5)")
     # What one request gets.
     default_max_tokens: int | None = Field(
         None, ge=1, description="limit on new tokens when a request sets none; unset: the rest of the context"
@@ -396,10 +394,7 @@ class SettingRow:
 
 
 def settings_table() -> Iterator[SettingRow]:
-    """Describe every setting, in order.
-
-    `--help`, docs/settings.md and deployments are made from it or tested by it.
-    """
+    """Describe every setting, in order; help, documents and deployments are made from it or tested by it."""
     for name, field in Settings.model_fields.items():
         default = field.default
         if isinstance(default, bool):
