@@ -347,12 +347,12 @@ class Replica:
         A short one is hardly ever seen while it runs.
         """
         before, self._begun_there = self._begun_there, report.begun
-        if report.running is None:  # it has no probe: Triton counts
+        if report.open is None:  # it has no probe: Triton counts
             with contextlib.suppress(TritonError):  # this may be restricted, which is no fault of the model
                 self._begun_there = await self.client.inferences(self.model)
         own = self._ended + self.outstanding - self._ended_before  # all that may have begun there since
         began = before is not None and self._begun_there is not None and self._begun_there - before > own
-        running = began if report.running is None else report.running > 0
+        running = began if report.open is None else report.open > 0
         self.in_use_elsewhere = running and not self.outstanding
         if began or self.in_use_elsewhere:
             self.used_elsewhere_at = asyncio.get_running_loop().time()

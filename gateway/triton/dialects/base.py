@@ -32,7 +32,7 @@ class ModelReport:
 
     heartbeat_age_s: float | None = None
     """Seconds since the last sign of life of the thread of the model that has been silent the longest."""
-    running: int | None = None
+    open: int | None = None
     """Answers in progress or waiting in the engine, whoever asked for them."""
     waiting: int | None = None
     """How many of them wait."""

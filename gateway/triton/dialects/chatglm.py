@@ -115,7 +115,7 @@ def _read_probe(responses: Sequence[Response]) -> ModelReport:
         chat_form(probe.format)  # one that is not known here is an error
     return ModelReport(
         heartbeat_age_s=probe.heartbeat_age_s,
-        running=probe.running + probe.waiting,
+        open=probe.running + probe.waiting,
         waiting=probe.waiting,
         begun=probe.begun,
         kv_usage=probe.kv_usage,

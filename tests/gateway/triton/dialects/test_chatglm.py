@@ -278,7 +278,7 @@ def test_a_probe_sends_all_three_inputs() -> None:
 
 def test_a_probes_report_is_read() -> None:
     assert DIALECT.probe.read([response("", {"probe": PROBE})]) == ModelReport(
-        heartbeat_age_s=0.5, running=3, waiting=2, kv_usage=0.25, chat_format="chatglm2", max_context=99
+        heartbeat_age_s=0.5, open=3, waiting=2, kv_usage=0.25, chat_format="chatglm2", max_context=99
     )
 
 
