@@ -63,10 +63,6 @@ class BulkHistogram(Collector):
             series = self._series[label_value] = BulkSeries(self._bounds)
         return series
 
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        """Name the metric, so that a registry refuses a second one of that name."""
-        return [HistogramMetricFamily(self._name, self._help, labels=[self._label])]
-
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Return the cumulative buckets and the sum of every label value."""
         family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
@@ -108,10 +104,6 @@ class BulkCounter(Collector):
     def labels(self, label_value: str) -> Count:
         """Return the count of `label_value`."""
         return self._counts[label_value]
-
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        """Name the metric, so that a registry refuses a second one of that name."""
-        return [CounterMetricFamily(self._name, self._help, labels=[self._label])]
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Return the count of every label value."""

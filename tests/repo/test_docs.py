@@ -108,7 +108,7 @@ def metrics_as_documented() -> str:
                 f"| `{each.name}` | gauge | {labels} | {each.documentation} |" for each in metric.collect()
             ]
         if isinstance(metric, MetricWrapperBase):
-            family = next(iter(metric.describe()))
+            family = next(iter(metric.collect()))
             name = f"{family.name}_total" if family.type == "counter" else family.name
             labels = " ".join(f"`{label}`" for label in metric._labelnames)
             rows.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_BFLOAT16_CAPABILITY: Final = (8, 0)
+"""Of the first GPUs that compute in bfloat16 (Ampere)."""
+
 _SMALL_BYTES: Final = 128 * 2**20
 """Weights that a CPU's step reads in about ten milliseconds."""
 
@@ -205,7 +208,8 @@ def choose_dtype(
         return _DTYPES[wanted], "as set"
     if device.type == "cpu":
         return torch.float32, "few CPUs compute faster in 16 bits"
-    if torch.cuda.is_bf16_supported():
+    # Not `is_bf16_supported`, which says so of GPUs that only emulate it, too.
+    if torch.cuda.get_device_capability(device) >= _BFLOAT16_CAPABILITY:
         return torch.bfloat16, "half the memory, and the range of float32"
     return torch.float16, "half the memory; this GPU has no bfloat16"
 

@@ -60,6 +60,15 @@ def test_stored_weights_are_served_where_their_products_are_slow(monkeypatch: py
     assert reason == "int4 weights are expanded in each product, which is slow: no compiler"
 
 
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_a_gpu_that_only_emulates_bfloat16_gets_float16(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # as torch says of Turing
+    assert choose_dtype("auto", torch.device("cuda:1"))[0] is dtype
+
+
 def test_fp8_is_for_gpus_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"fp8 needs a GPU of compute capability 8.9 .*, not cpu"):
         choose_dtype("auto", torch.device("cpu"), "fp8")
