@@ -59,7 +59,9 @@ def prefill_config(
     in_blocks = block_size % _BLOCK_KEYS == 0 and head_dim % 8 == 0
     if in_blocks and rows > MANY_ROWS and size <= _LARGEST_HEAD:
         return PrefillConfig(rows=128, keys=_BLOCK_KEYS, warps=4, stages=3, in_blocks=True)
-    return PrefillConfig(rows=64, keys=64, warps=4, stages=2, in_blocks=in_blocks)
+    # GPUs for desktops have 99 KiB of shared memory for a program; those with such blocks have more.
+    keys = 64 if in_blocks or size <= _LARGEST_HEAD else 32
+    return PrefillConfig(rows=64, keys=keys, warps=4, stages=2, in_blocks=in_blocks)
 
 
 def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> int:

@@ -1,0 +1,79 @@
+"""Prints how much shared memory the attention kernels take, in bytes. Run without the interpreter.
+
+They are compiled for a GPU of compute capability 8.6, and not launched.
+"""
+
+import json
+from typing import Any
+
+import torch
+from triton import compile as compiled
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from triton_models.engine.kernels import attention_decode, attention_prefill
+from triton_models.engine.kernels.attention_decode import DecodeWorkspace, NewTokens, plan_decode
+from triton_models.engine.models import Rotary
+
+TARGET = GPUTarget("cuda", 86, 32)
+BLOCK_SIZE = 16
+KV_HEADS, GROUP = 2, 2
+
+
+def note(module: Any, name: str, taken: dict[str, int]) -> None:
+    """Have launches of a kernel compiled, and the largest noted."""
+    kernel = getattr(module, name)
+    backend = make_backend(TARGET)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    def run(*arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        options |= {"debug": False, "instrumentation_mode": knobs.compilation.instrumentation_mode}
+        bound, specialization, chosen = bind(*arguments, **options)
+        chosen, signature, constants, attributes = kernel._pack_args(
+            backend, options, bound, specialization, chosen
+        )
+        source = ASTSource(kernel, signature, constants, attributes)
+        shared = compiled(source, target=TARGET, options=chosen.__dict__).metadata.shared
+        taken[name] = max(shared, taken.get(name, 0))
+
+    kernel.run = run
+
+
+def launch(head_dim: int, dtype: torch.dtype) -> None:
+    """Launch attention of prompts and of decodes, as on a GPU whose blocks are not copied whole."""
+    heads = KV_HEADS * GROUP
+    projected = torch.zeros(2, heads + 2 * KV_HEADS, head_dim, dtype=dtype)
+    cache = torch.zeros(4, BLOCK_SIZE, KV_HEADS, head_dim, dtype=dtype)
+    numbers, tables = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    out = torch.zeros(2, heads, head_dim, dtype=dtype)
+    tiles = torch.zeros(1, 4, dtype=torch.int32)
+    attention_prefill.prefill_attention(projected[:, :heads], cache, cache, tables, tiles, out)
+    plan = plan_decode(KV_HEADS, head_dim, dtype, sm_count=80)
+    workspace = DecodeWorkspace(
+        rows=2, query_heads=heads, kv_heads=KV_HEADS, head_dim=head_dim, device=torch.device("cpu")
+    )
+    items = attention_decode.share_out(numbers, numbers, plan)
+    angles = torch.zeros(64, head_dim // 4)
+    attention_decode.decode_attention(
+        NewTokens(projected, Rotary(angles, angles)),
+        *(cache, cache, tables, items, out),
+        plan=plan,
+        workspace=workspace,
+    )
+
+
+def main() -> None:
+    """Compile what heads of several widths need."""
+    taken: dict[str, int] = {}
+    note(attention_decode, "_decode", taken)
+    note(attention_decode, "_share_out", taken)
+    note(attention_prefill, "_prefill", taken)
+    for head_dim, dtype in ((128, torch.bfloat16), (256, torch.bfloat16), (256, torch.float32)):
+        launch(head_dim, dtype)
+    print(json.dumps(taken))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
