@@ -25,6 +25,7 @@ from gateway.openai.document import (
 )
 from gateway.openai.images import ImagePart, images_of, joined
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
+from gateway.openai.structured import OTHERS_GRAMMARS
 from gateway.openai.tools import (
     Choice,
     FunctionCall,
@@ -117,7 +118,10 @@ Switches = Annotated[
 class ChatMessage(Strict, place="messages"):
     """One message; `developer` is another name for `system`, and `function` an older one for `tool`."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = {"audio": None}
+    unsupported: ClassVar[Mapping[str, Any]] = {"audio": None, "partial": False, "prefix": False}
+    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("partial", "prefix"), "is not supported: this server begins a new answer and continues none"
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | Items[Part], AfterValidator(_joined)] | None = None
@@ -213,8 +217,17 @@ class ChatRequest(AnyCompletionRequest):
         "continue_final_message": False,
         "documents": None,
         "echo": False,
+        "ebnf": None,
+        "grammar": None,
+        "json_schema": None,
+        "max_output_tokens": None,
         "modalities": ["text"],
+        "regex": None,
         "web_search_options": None,
+    }
+    refusals: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex"), OTHERS_GRAMMARS),
+        "max_output_tokens": "belongs to /v1/responses: give max_completion_tokens",
     }
 
     messages: Messages

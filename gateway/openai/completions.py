@@ -35,6 +35,7 @@ from gateway.openai.answer import (
 from gateway.openai.document import Items, at_most
 from gateway.openai.params import AnyCompletionRequest, TokenId
 from wire.limits import IDS_LIMIT, INT64_MAX
+from wire.text import utf8_decoder
 
 PROMPTS_LIMIT = 128
 """Prompts in one request; a setting limits the answers to all of them."""
@@ -168,7 +169,8 @@ class LogprobsWriter:
         self._top = top
         self._as_ids = as_ids
         self._characters = 0
-        """Number of characters started so far."""
+        """Number of characters that are complete."""
+        self._decoder = utf8_decoder()
 
     def write(self, tokens: Sequence[TokenLogprob | PromptLogprob]) -> CompletionLogprobs:
         """Write the log-probabilities of the next tokens, those of the prompt first."""
@@ -182,15 +184,18 @@ class LogprobsWriter:
     def _likely(self, token: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
         if token.logprob is None:
             return None
-        likely = {shown_token(each, as_id=self._as_ids): each.logprob for each in token.top[: self._top]}
-        own = shown_token(token, as_id=self._as_ids)
-        return likely if own in likely else likely | {own: token.logprob}
+        likely: dict[str, float] = {}
+        for each in token.top[: self._top]:
+            likely.setdefault(shown_token(each, as_id=self._as_ids), each.logprob)
+        # Several tokens may be shown alike: it counts before them, and the more likely one before the others.
+        likely[shown_token(token, as_id=self._as_ids)] = token.logprob
+        return likely
 
     def _place(self, utf8: bytes) -> int:
         """Return the offset of the character that `utf8` begins or continues, and advance by it."""
-        goes_on = bool(self._characters) and _continues(utf8[:1])
-        place = self._characters - goes_on
-        self._characters += sum(not _continues(utf8[at : at + 1]) for at in range(len(utf8)))
+        begun, _ = self._decoder.getstate()
+        place = self._characters + (0 if _continues(utf8[:1]) else len(begun))
+        self._characters += len(self._decoder.decode(utf8, not utf8))  # a token without text ends a character
         return place
 
 

@@ -347,10 +347,26 @@ class _InputRequest(Body):
 class ResponsesRequest(_InputRequest, GenerationRequest):
     """A request for a response. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = {"prompt": None, "background": False}
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "background": False,
+        "function_call": None,
+        "functions": None,
+        "max_completion_tokens": None,
+        "max_tokens": None,
+        "messages": None,
+        "n": 1,
+        "prompt": None,
+        "response_format": None,
+    }
     refusals: ClassVar[Mapping[str, str]] = {
         **_InputRequest.refusals,
+        **dict.fromkeys(
+            ("function_call", "functions"), "belongs to chat completions: give tools and tool_choice"
+        ),
+        **dict.fromkeys(("max_completion_tokens", "max_tokens"), "has moved to max_output_tokens here"),
         "background": _KEEPS + "give background=false",
+        "messages": "has moved to input here",
+        "response_format": "has moved to text.format here",
     }
 
     input: Input

@@ -81,6 +81,11 @@ class PlainFormat(Strict, place="response_format"):
     """Free text or, whatever the prompt says, any JSON object."""
 
     type: Literal["text", "json_object"]
+    schema_: Annotated[
+        Schema | None,
+        Field(alias="schema", description="beside json_object: what it obeys, as other servers take it"),
+    ] = None
+    value: Annotated[Schema | None, Field(description="another name for schema")] = None
 
 
 class JsonSchemaFormat(Strict, place="response_format"):
@@ -120,8 +125,11 @@ def format_grammar(
         return schema_grammar(form.json_schema.schema_, f"{field}.json_schema.schema")
     if isinstance(form, JsonSchema):
         return schema_grammar(form.schema_, f"{field}.schema")
-    wanted = form is not None and form.type == "json_object"
-    return Grammar(kind="json_object", field=field) if wanted else None
+    if form is None or form.type == "text":
+        return None
+    if form.schema_ is None and form.value is not None:
+        return schema_grammar(form.value, f"{field}.value")
+    return schema_grammar(form.schema_, field if form.schema_ is None else f"{field}.schema")
 
 
 AnySchema = Schema | str
@@ -136,6 +144,9 @@ Rules = Annotated[
     str, Field(min_length=1, max_length=GRAMMAR_LIMIT, description="in Lark's notation or GBNF")
 ]
 
+
+OTHERS_GRAMMARS: Final = "is not supported: give structured_outputs or response_format"
+"""Of fields in which other servers take a grammar of the answer."""
 
 WAYS: Final = ("json", "regex", "choice", "grammar")
 """The keys of structured outputs, and what follows `guided_` in their older names."""

@@ -51,8 +51,10 @@ FORBIDDEN = {
     "deploy/grafana": {"gateway", "triton_models", "wire", "deploy.docker"},
 }
 
-ALLOWED = {room: {"wire.limits"} for room in ("gateway/openai", "gateway/anthropic", "gateway/http")}
-"""Within what is forbidden: numbers know no tensors."""
+ALLOWED = {
+    room: {"wire.limits", "wire.text"} for room in ("gateway/openai", "gateway/anthropic", "gateway/http")
+}
+"""Within what is forbidden: numbers and characters know no tensors."""
 
 
 FAMILIES = re.compile(r"glm|hermes|llama|mistral|qwen", re.IGNORECASE)

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import msgspec
 
 from triton_models.text.formats import ChatFormat
-from triton_models.text.tokenizers import Tokenizer, utf8_decoder
+from triton_models.text.tokenizers import Tokenizer
+from wire.text import utf8_decoder
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
@@ -87,7 +88,7 @@ class AnswerStream:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._looks_for_stops = bool(stops)
-        self._blank = not raw
+        self._blank = not raw and metadata is None
         self._stopped = False
         self._last_calls = frozenset(end_after_call_of)
         self._first_line = "" if metadata is None else metadata + "\n"
@@ -98,7 +99,9 @@ class AnswerStream:
 
         Called at most once, before `push`.
         """
-        return "".join([self._detokenizer.push(token_id) for token_id in ids])
+        text = "".join([self._detokenizer.push(token_id) for token_id in ids])
+        self._detokenizer.continues()
+        return text
 
     def push(self, token_id: int) -> AnswerDelta:
         """Take the next sampled token; ignored after the answer's end, since the engine runs ahead."""
@@ -178,6 +181,10 @@ class Detokenizer:
             self._at_start = False
             piece = piece.removeprefix(" ")
         return text + piece
+
+    def continues(self) -> None:
+        """Keep a leading space from here on, even if there was no text so far."""
+        self._at_start = False
 
     def _decode(self, utf8: bytes, *, final: bool) -> str:
         text = self._utf8.decode(utf8, final)

@@ -16,7 +16,8 @@ import tokenizers
 
 from triton_models.directory import TOKENIZER_JSON, read_optional_json
 from triton_models.errors import CheckpointError, TextError, panics_are_errors
-from triton_models.text.tokenizers import Tokenizer, parts, utf8_decoder
+from triton_models.text.tokenizers import Tokenizer, parts
+from wire.text import utf8_decoder
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Final, Literal, get_args
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -97,6 +97,8 @@ _OLD: Final = (
 )
 """Keywords of older drafts, which llguidance ignores."""
 
+_IN_FRAGMENTS: Final = "~!$&'()*+,;=:@?"
+"""What stands for itself in a URI's fragment, beside letters, digits and `_.-` (RFC 3986, 3.5)."""
 _OLD_ITEM: Final = re.compile(r"/items/(?=\d+(?:/|\Z))")
 """Where a reference leads into a list of `items`."""
 
@@ -175,6 +177,9 @@ def simplify(schema: Any, size: Counter[str]) -> None:
     A list of `items` with `additionalItems`, as draft 7 has it, becomes `prefixItems` with `items`, which
     llguidance ignores where `$schema` says draft 7. Without a list, `additionalItems` has no meaning.
 
+    References are written as URIs, which names of definitions need not be ("#/$defs/List[int]"). An `$id`,
+    which need not be one either, is dropped where no reference starts from it.
+
     A `propertyNames` that every name conforms to is dropped: zod writes one for each record, and llguidance
     refuses the keyword, whatever its value is. One that lists names becomes their `properties`. Dropped is a
     `format` of what is no string, and an unknown one whose meaning a `pattern` tells, as in zod. A bound that
@@ -187,13 +192,19 @@ def simplify(schema: Any, size: Counter[str]) -> None:
     Raises:
         InvalidGrammarError: it is too large.
     """
-    for _, each in reachable(schema, "$"):
+    within = all(each.get("$ref", "#").startswith("#") for _, each in reachable(schema, "$"))
+    for _, each in [*reachable(schema, "$")]:
         each.pop("$schema", None)
+        if within:
+            each.pop("$id", None)
         more = each.pop("additionalItems", True)
         if isinstance(each.get("items"), list):
             each |= {"prefixItems": each["items"], "items": more}
         if "$ref" in each:
-            each["$ref"] = _OLD_ITEM.sub("/prefixItems/", each["$ref"])
+            parts = _OLD_ITEM.sub("/prefixItems/", each["$ref"]).split("/")
+            each["$ref"] = "/".join(
+                [parts[0], *(quote(unquote(part), safe=_IN_FRAGMENTS) for part in parts[1:])]
+            )
         if "propertyNames" in each:
             size["properties"] += _simplify_names(schema, each)
             check_size({"properties": size["properties"]})

@@ -7,7 +7,6 @@ the pieces; their names and order are those of `SPTokenizer` and `ChatGLM4Tokeni
 
 import base64
 import binascii
-import codecs
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from sentencepiece import SentencePieceProcessor
 
 from triton_models.directory import TOKENIZER_FILE
 from triton_models.errors import CheckpointError, TextError, panics_are_errors
+from wire.text import utf8_decoder
 
 SPECIAL_TOKENS: Final[Mapping[str, Sequence[str]]] = {
     "chatglm2": ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
@@ -57,17 +57,6 @@ _BREAK: Final = "\n"
 
 _BLANK = re.compile(r"\s+")
 _BYTES: Final = 256
-
-_REPLACE_EACH: Final = "tritongate-replace-each"
-
-
-def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeDecodeError):
-        raise error
-    return "\N{REPLACEMENT CHARACTER}" * (error.end - error.start), error.end
-
-
-codecs.register_error(_REPLACE_EACH, _replace_each)
 
 
 class Tokenizer(ABC):
@@ -230,11 +219,6 @@ class BytePairTokenizer(Tokenizer):
                 utf8_run = b"".join(map(self._tokens.__getitem__, run)) if texts else b""
                 text.append(utf8.decode(utf8_run, final=not texts))
         return "".join(text) + utf8.decode(b"", final=True)
-
-
-def utf8_decoder() -> codecs.IncrementalDecoder:
-    """Return a decoder that turns each byte which cannot be part of a character into U+FFFD."""
-    return codecs.getincrementaldecoder("utf-8")(_REPLACE_EACH)
 
 
 def load_tokenizer(directory: Path, chat_format: str) -> Tokenizer:

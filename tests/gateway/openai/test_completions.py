@@ -214,7 +214,8 @@ def test_extensions_arrive() -> None:
 
 def token(shown: str, utf8: bytes, *likely: str) -> TokenLogprob:
     top = tuple(
-        TopLogprob(id=at, token=each, utf8=each.encode(), logprob=-0.5) for at, each in enumerate(likely)
+        TopLogprob(id=at, token=each, utf8=each.encode(), logprob=-1.0 if each == shown else -0.5)
+        for at, each in enumerate(likely)
     )
     return TokenLogprob(id=7, token=shown, utf8=utf8, logprob=-1.0, top=top)
 
@@ -248,7 +249,7 @@ def test_offsets_are_of_characters_however_the_tokens_are_cut(cut: int) -> None:
 
 def test_the_sampled_token_is_among_the_likely_ones() -> None:
     written = LogprobsWriter(5).write(TOKENS)
-    assert written.top_logprobs[0] == {" a": -0.5, "b": -0.5}
+    assert written.top_logprobs[0] == {" a": -1.0, "b": -0.5}
     assert written.top_logprobs[4] == {"c": -0.5, "你好": -1.0}
     assert written.top_logprobs[6] == {"x": -1.0}
 
@@ -265,10 +266,37 @@ def test_the_prompts_tokens_come_first_and_the_first_has_no_logprob() -> None:
     assert written.text_offset == [0, 0, 1]
 
 
-def test_bytes_that_begin_no_character_stay_in_the_text() -> None:
-    assert LogprobsWriter(5).write([token("\\x99", b"\x99"), token("a", b"a")]).text_offset == [0, 0]
+def test_bytes_that_begin_no_character_are_one_in_the_text() -> None:
+    lone = [
+        token("&", b"&"),
+        token("\\x99", b"\x99"),
+        token("a", b"a"),
+        token("\\xe4", b"\xe4"),
+        token("b", b"b"),
+    ]
+    assert LogprobsWriter(5).write(lone).text_offset == [0, 1, 2, 3, 4]
+    split = [
+        token("\\x99", b"\x99"),
+        *(token("?", byte) for byte in (b"\xe4", b"\xbd", b"\xa0")),
+        token("c", b"c"),
+    ]
+    assert LogprobsWriter(5).write(split).text_offset == [0, 1, 1, 1, 2]
+
+
+def test_tokens_that_are_shown_alike_do_not_take_each_others_values() -> None:
+    alike = TokenLogprob(
+        id=90,
+        token="W",
+        utf8=b"W",
+        logprob=-6.75,
+        top=(
+            TopLogprob(id=1093, token="W", utf8=b"W", logprob=-3.25),
+            TopLogprob(id=7, token="W", utf8=b"W", logprob=-9.0),
+        ),
+    )
+    assert LogprobsWriter(2).write([alike]).top_logprobs == [{"W": -6.75}]
 
 
 def test_no_more_alternatives_are_written_than_were_asked_for() -> None:
-    assert LogprobsWriter(1).write(TOKENS[:1]).top_logprobs == [{" a": -0.5}]
+    assert LogprobsWriter(1).write(TOKENS[:1]).top_logprobs == [{" a": -1.0}]
     assert LogprobsWriter(0).write(TOKENS[4:5]).top_logprobs == [{"你好": -1.0}]

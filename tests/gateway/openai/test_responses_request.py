@@ -24,6 +24,14 @@ def read(**parameters: Any) -> ResponsesRequest:
     return ResponsesRequest.read(json.dumps({"model": "m", "input": "hi", **parameters}).encode())
 
 
+def test_what_chat_completions_have_is_refused_with_where_it_is() -> None:
+    moved = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
+    for name, place in moved.items():
+        body = {"model": "m", "input": "hi", name: [5]}
+        with pytest.raises(InvalidRequestError, match=f"The parameter {name} has moved to {place} here"):
+            ResponsesRequest.read(json.dumps(body).encode(), Reading())
+
+
 def test_the_minimum_asks_for_the_defaults() -> None:
     generation = read().generations(request_id="r", deadline=1.5)[0]
     assert (generation.request_id, generation.model, generation.deadline) == ("r", "m", 1.5)
@@ -201,7 +209,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 2.1}, "temperature"),
         ({"top_p": -0.01}, "top_p"),
-        ({"n": 1}, "n"),
+        ({"n": 2}, "n"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": [{}]}, "messages"),
         ({"response_format": {"type": "text"}}, "response_format"),

@@ -53,6 +53,18 @@ def deep(levels: int) -> dict[str, Any]:
             "response_format.json_schema.schema",
         ),
         (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            SCHEMA,
+            "response_format.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            "json_schema",
+            SCHEMA,
+            "response_format.value",
+        ),
+        (
             {"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "none"},
             "json_object",
             "",

@@ -157,6 +157,17 @@ def test_stop_strings_of_a_raw_answer_match_from_its_first_character() -> None:
     assert all(delta.stopped is None for delta in push_all(stream(["\n"]), ids))
 
 
+def test_stop_strings_match_from_the_first_character_where_the_first_line_is_in_the_prompt() -> None:
+    answer = AnswerStream(TOKENIZER, FORMAT, ["\n"], metadata="")
+    assert [each.stopped for each in push_all(answer, TOKENIZER.encode("\nThe")) if each.stopped] == ["\n"]
+
+
+def test_what_follows_an_echo_without_text_keeps_its_space() -> None:
+    answer = AnswerStream(TOKENIZER, FORMAT, raw=True, echoes=True)
+    assert answer.echo([ASSISTANT]) == ""
+    assert text_of(push_all(answer, TOKENIZER.encode("The question"))) == " The question"
+
+
 def test_the_answer_ends_after_a_call() -> None:
     text, call = TOKENIZER.encode("\nwait"), TOKENIZER.encode("get\nx")
     ids = [*text, ASSISTANT, *call, ASSISTANT, *call]

@@ -302,6 +302,26 @@ def test_branches_that_may_overlap_are_found(walker: Walker) -> None:
         walker.grammars.compile(Grammar("json_schema", json.dumps(schema)))
 
 
+@pytest.mark.parametrize("name", ["城市", "A b", "List<Foo>", "Resp[int]", "A`1", "50%", "a/b", "a~b", "a'b"])
+def test_definitions_may_have_any_name(walker: Walker, name: str) -> None:
+    pointer = name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
+    schema = {
+        "$id": "Output Format",
+        "properties": {"x": {"$ref": f"#/$defs/{pointer}"}},
+        "required": ["x"],
+        "additionalProperties": False,
+        "$defs": {name: {"$id": f"of {name}", "const": 1}},
+    }
+    assert json.loads(walker.walk("json_schema", json.dumps({"type": "object", **schema})).text) == {"x": 1}
+
+
+def test_an_id_that_a_reference_starts_from_stays() -> None:
+    inner = {"$id": "https://example.com/inner", "type": "null"}
+    schema = {"$ref": "https://example.com/inner", "$defs": {"inner": inner}}
+    simplify(schema, check_schema(schema, strict=False))
+    assert schema["$defs"] == {"inner": inner}
+
+
 def test_listed_names_count_as_properties() -> None:
     names = {"enum": [f"p{at}" for at in range(OPTIONAL)]}
     records = [{"propertyNames": {"$ref": "#/$defs/names"}} for _ in range(PROPERTIES // OPTIONAL + 1)]
