@@ -193,7 +193,7 @@ def simplify(schema: Any, size: Counter[str]) -> None:
         InvalidGrammarError: it is too large.
     """
     within = all(each.get("$ref", "#").startswith("#") for _, each in reachable(schema, "$"))
-    for _, each in [*reachable(schema, "$")]:
+    for _, each in reachable(schema, "$"):
         each.pop("$schema", None)
         if within:
             each.pop("$id", None)
