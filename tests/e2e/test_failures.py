@@ -51,6 +51,9 @@ async def endless_stream(sdk: openai.AsyncOpenAI, begun: asyncio.Event, killed: 
             async for _ in stream:
                 begun.set()
         except openai.APIError:
+            if not begun.is_set():
+                begun.set()  # or its beginning would be waited for
+                raise
             break
     return time.monotonic()
 
