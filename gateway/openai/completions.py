@@ -187,7 +187,7 @@ class LogprobsWriter:
         likely: dict[str, float] = {}
         for each in token.top[: self._top]:
             likely.setdefault(shown_token(each, as_id=self._as_ids), each.logprob)
-        # Several tokens may be shown alike: it counts before them, and the more likely one before the others.
+        # Of several tokens that are shown alike, this one counts, or else the most likely one.
         likely[shown_token(token, as_id=self._as_ids)] = token.logprob
         return likely
 

@@ -87,6 +87,11 @@ class PlainFormat(Strict, place="response_format"):
     ] = None
     value: Annotated[Schema | None, Field(description="another name for schema")] = None
 
+    @classmethod
+    def keys_in(cls, document: dict[str, Any]) -> frozenset[str]:
+        """Return the keys that have a use in `document`: free text obeys no schema."""
+        return super().keys_in(document) if document.get("type") == "json_object" else frozenset({"type"})
+
 
 class JsonSchemaFormat(Strict, place="response_format"):
     """JSON that obeys a schema."""

@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 TRITONGATE = Path(sys.executable).with_name("tritongate")
 STOP_TIMEOUT_S = 15.0
 """Ten are promised; the others are for a machine that several tests share."""
-ABORTED = "tritonserver was killed by signal 6"
+ABORTED = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
 """What is said of a server that did not survive the death of a stub (divergence 16)."""
 RUNS_S, STANDS_S = 0.02, 0.2
 """Of a process that is slowed."""

@@ -85,12 +85,14 @@ class ServerLog:
         self.path = path
         self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         """For their output."""
-        self._begin = 0
-        """Where that begins of which `last` tells."""
+        self._server = self._begin = 0
+        """Where the output of the latest server begins, and that of which `last` tells."""
 
-    def mark(self) -> None:
-        """Forget what was written so far."""
+    def mark(self, *, server: bool = False) -> None:
+        """Forget what was written so far: what follows is of another load, or of another `server`."""
         self._begin = os.fstat(self.file).st_size
+        if server:
+            self._server = self._begin
 
     def trim(self) -> None:
         """Bound the size: put what there is into a second file, in place of what that held.
@@ -101,11 +103,14 @@ class ServerLog:
             with contextlib.suppress(OSError):
                 shutil.copyfile(self.path, self.path.with_name(f"{self.path.name}.1"))
             os.ftruncate(self.file, 0)  # the next line comes at the beginning: all writers append
-            self._begin = 0
+            self._server = self._begin = 0
 
-    def last(self, pattern: re.Pattern[str]) -> str | None:
-        """Return what was written last that fits the pattern: its group."""
-        begin = max(self._begin, os.fstat(self.file).st_size - _TAIL_BYTES)
+    def last(self, pattern: re.Pattern[str], *, of_server: bool = False) -> str | None:
+        """Return what was written last that fits the pattern: its group.
+
+        `of_server`: by the latest server, before `mark`, too. A load may begin while a server dies.
+        """
+        begin = max(self._server if of_server else self._begin, os.fstat(self.file).st_size - _TAIL_BYTES)
         found = pattern.findall(os.pread(self.file, _TAIL_BYTES, begin).decode(errors="replace"))
         return str(found[-1]) if found else None
 
@@ -145,7 +150,7 @@ class TritonServer:
                 it is not live after a minute.
         """
         self.ports = self._requested.choose()
-        self.log.mark()
+        self.log.mark(server=True)
         warden_command = [sys.executable, "-I", "-S", warden.__file__, str(os.getpid()), str(self.run.path)]
         self._warden = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command; returns at once
             [*warden_command, *self._command()],
@@ -174,7 +179,7 @@ class TritonServer:
         if (number := status - SIGNAL_STATUS) > 0:
             why = ""
             if number == signal.SIGABRT:  # who ends itself so says why, but not always in those words
-                uncaught, said = self.log.last(UNCAUGHT), self.log.last(LINE)
+                uncaught, said = (self.log.last(each, of_server=True) for each in (UNCAUGHT, LINE))
                 why = f": uncaught {uncaught}" if uncaught else f": {said}" if said else ""
             return ServerError(f"tritonserver was killed by signal {number}{why}", transient=True)
         why = self.log.last(ERROR) or self.log.last(LINE) or "it said nothing"

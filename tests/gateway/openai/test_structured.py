@@ -8,6 +8,7 @@ from gateway.core.request import Conversation, Grammar
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import CompletionRequest
+from gateway.openai.document import Reading
 from gateway.openai.params import GenerationRequest
 from gateway.openai.structured import MAX_DEPTH, REPEATS_LIMIT, grammar_of, patterns_of, repeats
 from wire.limits import GRAMMAR_LIMIT
@@ -78,6 +79,15 @@ def test_response_formats(parameters: dict[str, Any], kind: str, text: Any, fiel
     assert (asked.grammar.kind, asked.grammar.field) == (kind, field)
     assert (json.loads(asked.grammar.text) if kind == "json_schema" else asked.grammar.text) == text
     assert asked.grammar_field() == field
+
+
+def test_a_schema_beside_free_text_is_ignored_by_name() -> None:
+    reading = Reading()
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    form = {"type": "text", "schema": {"type": "null"}}
+    asked = ChatRequest.read(json.dumps({**body, "response_format": form}).encode(), reading)
+    assert asked.generations(request_id="r", deadline=0)[0].grammar is None
+    assert list(reading.ignored) == ["response_format.schema"]
 
 
 @pytest.mark.parametrize("read", [chat, completion])

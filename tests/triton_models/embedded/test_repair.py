@@ -181,7 +181,7 @@ async def _await_repair(shared: Any, server: psutil.Process) -> list[events.Mode
             assert downs
             return downs
         else:
-            assert event.reason.startswith(ABORTED)  # in most cases with the exception that nobody catches
+            assert event.reason == ABORTED
             assert not alive(server)
             shared.wait_for(events.ServerUp)
             await _await_probe(shared)

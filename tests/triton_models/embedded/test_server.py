@@ -1,3 +1,4 @@
+import asyncio
 import errno
 import os
 import shutil
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.e2e.up_process import wait_until
 from triton_models.embedded import server
 from triton_models.embedded.errors import ServerError
 from triton_models.embedded.installation import Installation
@@ -145,6 +147,22 @@ async def test_an_abort_names_the_exception_that_nobody_caught(
 ) -> None:
     expected = "tritonserver was killed by signal 6: uncaught boost::interprocess::lock_exception"
     assert await end_of(f"{THROWN}; echo '  what():  x' >&2; kill -ABRT $$") == expected
+
+
+async def test_a_load_that_begins_while_a_server_dies_does_not_lose_its_words(tmp_path: Path) -> None:
+    program, go = tmp_path / "tritonserver", tmp_path / "go"
+    program.write_text(
+        f"#!/bin/sh\n{THROWN}\nuntil [ -e {go} ]; do sleep 0.05; done\nkill -ABRT $$\n", encoding="utf-8"
+    )
+    program.chmod(0o755)
+    installation = Installation(server=program, backend=(), library_path=())
+    dying = TritonServer(installation, RunDirectory(tmp_path), tmp_path, Ports().choose())
+    starting = asyncio.create_task(dying.start())
+    await asyncio.to_thread(wait_until, lambda: dying.log.last(UNCAUGHT) is not None)
+    dying.log.mark()
+    go.touch()
+    with pytest.raises(ServerError, match="uncaught boost::interprocess::lock_exception"):
+        await starting
 
 
 async def test_other_ends_are_not_blamed_on_an_exception(end_of: Callable[[str], Awaitable[str]]) -> None:

@@ -1,7 +1,4 @@
-import json
-import os
-import subprocess
-import sys
+from tests.triton_models.engine.kernels.apart import printed_by
 
 DESKTOP = 99 * 1024
 """Bytes for one program on GPUs of compute capability 8.6, 8.9 and 12.0 (CUDA C++ Programming Guide,
@@ -9,16 +6,6 @@ DESKTOP = 99 * 1024
 
 
 def test_attention_fits_gpus_for_desktops() -> None:
-    # A fresh process: this one interprets the kernels, or may.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_models.engine.kernels.shared_memory"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    taken = json.loads(done.stdout)
+    taken = printed_by("shared_memory")
     assert taken.keys() == {"_decode", "_share_out", "_prefill"}
     assert max(taken.values()) <= DESKTOP
