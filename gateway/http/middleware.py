@@ -67,6 +67,7 @@ _STORED = {
     re.compile(
         "/openai/deployments/.+"
     ): "is Azure's form, which this one does not have: the base URL is /v1",
+    re.compile("/engines/.+"): "is an older form, which this one does not have: name the model in the body",
     re.compile(
         "/(audio|images|videos|realtime|assistants|threads|vector_stores|moderations|fine_tuning|evals|rerank"
         "|score)(/.+)?"

@@ -89,6 +89,7 @@ async def test_a_near_miss_is_answered_with_what_was_meant(path: str, meant: str
         ("GET", "/v1/realtime", "/docs"),
         ("POST", "/rerank", "/docs"),
         ("POST", "/openai/deployments/glm/chat/completions", "base URL"),
+        ("POST", "/v1/engines/glm/completions", "name the model in the body"),
     ],
 )
 async def test_a_path_of_what_others_have_says_what_to_do_instead(
