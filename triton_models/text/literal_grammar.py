@@ -340,9 +340,7 @@ def _times(least: int, most: int | None) -> str:
 
 def _shared_json(schema: dict[str, Any]) -> str:
     """Return the expression for a string or number that JSON and Python write the same way."""
-    return json_rule(
-        schema, whitespace_pattern=None, whitespace_flexible=False, json_allowed_escapes='nrbtf\\"'
-    )
+    return json_rule(schema, whitespace_pattern=None, whitespace_flexible=False)
 
 
 def _written(value: Any) -> str:
