@@ -356,7 +356,7 @@ def _in_python(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_python, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(key)}: {_in_python(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{_in_python(key)}: {_in_python(each)}' for key, each in value.items())}}}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)
