@@ -438,6 +438,7 @@ def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:
         ({"properties": {}, "minProperties": 1, "additionalProperties": False}, "minProperties"),
         (obj(a={"properties": {}, "minProperties": 1, "additionalProperties": False}), "minProperties"),
         (obj(a={"prefixItems": [True], "items": False, "minItems": 2}), "minItems"),
+        (obj(a={"type": "string", "minLength": 4, "maxLength": 3}), "maxLength contradicts minLength"),
         ({"$ref": "#/$defs/x", "required": ["a"], "$defs": {"x": {"type": "object"}}}, "beside"),
     ],
 )
