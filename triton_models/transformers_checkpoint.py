@@ -112,7 +112,7 @@ def _check_length(path: Path, config: PretrainedConfig, window: int | None, max_
     """
     key = "max_position_embeddings"
     positions = ConfigNumbers(path, {key: getattr(config, key, None)}).size(key)
-    limits = {"sliding_window": window}
+    limits = {"sliding_window": window or _masked_window(config)}
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
             # One longer sequence gives all tokens of a step other frequencies.
@@ -125,6 +125,14 @@ def _check_length(path: Path, config: PretrainedConfig, window: int | None, max_
                 f" max_context {limit} is"
             )
     return positions
+
+
+def _masked_window(config: PretrainedConfig) -> int | None:
+    """Return the window of which a mask alone tells some layers: they do not ask attention for it."""
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    # Of a class that has none, the key in a configuration means nothing.
+    slides = "sliding_attention" in kinds and hasattr(type(config), "sliding_window")
+    return config.sliding_window if slides else None
 
 
 def _check_size(path: Path, shape: PreTrainedModel, device: torch.device) -> None:

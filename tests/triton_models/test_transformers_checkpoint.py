@@ -59,6 +59,12 @@ def test_what_our_attention_does_not_do_is_refused_by_name(
     ("family", "changes", "named"),
     [
         ("mistral", {"sliding_window": 128}, "sliding_window 128"),
+        ("phimoe", {"sliding_window": 128, "num_local_experts": 4}, "sliding_window 128"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 128, "num_experts": 4},
+            "sliding_window 128",
+        ),
         (
             "phi3",
             {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},

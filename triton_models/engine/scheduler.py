@@ -150,6 +150,7 @@ class Scheduler:
       is always progress.
     * Guesses at next tokens (`Drafter`) need the tokens in flight to be known. Where they are worth it, every
       decode waits for these: a step without those that need not wait takes as long as one with them.
+      Decodes have guesses only in half of a step, so that prompts go on.
     * Of prompts whose logits are reported, a step has at most `LOGITS_ROWS` tokens: each of them costs the
       memory and the time of a decode's logits.
     * A step may be scheduled while the tokens of the previous one are still in flight. What depends on
@@ -360,7 +361,7 @@ class Scheduler:
         if self._not_looking:
             self._not_looking -= 1
             return None
-        rows = min(self.drafts.rows, self._max_batched_tokens, max(self._max_running, _FEW_ROWS))
+        rows = min(self.drafts.rows, self._max_batched_tokens // 2, max(self._max_running, _FEW_ROWS))
         most = min(self._draft_tokens, rows // len(decoding) - 1)
         if most < 1:
             return None

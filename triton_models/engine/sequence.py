@@ -123,6 +123,8 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     most = max_context - length if sampling.max_tokens is None else sampling.max_tokens
     if generated >= most:
         raise InvalidRequestError(f"generated has {generated} tokens, and the answer ends at {most}")
+    if not sampling.stop_token_ids.isdisjoint(request.generated_ids):
+        raise InvalidRequestError("generated: the answer ended within these tokens")
     ids = {
         "prompt": request.prompt_ids,
         "generated": request.generated_ids,

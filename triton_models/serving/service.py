@@ -320,6 +320,9 @@ class Service:
         )
 
     def _accept(self, request: OpenRequest, accepted: Accepted) -> None:
+        if request.closed:  # it ended while it was prepared, when nothing but itself could be forgotten
+            self.request_closed(request, None)
+            return
         request.accept(accepted)
         self._metrics.accepted(accepted.prompt_tokens * request.generation.n)
 

@@ -1,8 +1,9 @@
-"""Converts grammars from the wire's form to the form that llguidance reads.
+r"""Converts grammars from the wire's form to the form that llguidance reads.
 
-Everything becomes Lark, with JSON schemas inline. Two options are set. No token is forced, since only the
+Everything becomes Lark, with JSON schemas inline. Three options are set. No token is forced, since only the
 model may choose how a text is split into tokens. White space within JSON is limited to a space, or a newline
-and an indentation, so that a model cannot generate white space without end.
+and an indentation, so that a model cannot generate white space without end. JSON has no escapes with numbers:
+llguidance takes `"\u0061"` for another name than `"a"`, so that a property would have the schema of others.
 
 And converts llguidance's errors into messages for the client. Its errors about a grammar quote the document
 that it was given, which we generated. Internal errors (panics, exceeded limits) are only logged.
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 _OPTIONS: Final = '%llguidance {"no_forcing": true}\n'
 
-_JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?"}
+_JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n {0,20})?", "json_allowed_escapes": 'nrbtf\\"'}
 
 ANYTHING: Final = "/(?s:.*)/"
 """The regular expression of any text."""

@@ -7,6 +7,7 @@ own JSON schemas.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
@@ -195,6 +196,9 @@ class LiteralGrammar:
         return self._rule(f'"[" {_sequence(places, item, max(0, least - len(places)), most)} "]"')
 
     def _string(self, schema: dict[str, Any], path: str) -> str:
+        least, most = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+        if most < least:
+            raise InvalidGrammarError(f"{path}.maxLength contradicts minLength")
         enforced: dict[str, Any] = {
             name: schema[name] for name in ("minLength", "maxLength") if name in schema
         }
@@ -208,7 +212,7 @@ class LiteralGrammar:
             return _shared_json(enforced)
         if not enforced:
             return "STR"
-        times = _times(enforced.get("minLength", 0), enforced.get("maxLength", LONGEST))
+        times = _times(least, min(most, LONGEST))
         escape = r"""\\[\\'"nrt]"""
         single, double = (rf"{quote}([^{quote}\\\x00-\x1f\x7f]|{escape}){times}{quote}" for quote in "'\"")
         return f"/{single}|{double}/"
@@ -340,9 +344,7 @@ def _times(least: int, most: int | None) -> str:
 
 def _shared_json(schema: dict[str, Any]) -> str:
     """Return the expression for a string or number that JSON and Python write the same way."""
-    return json_rule(
-        schema, whitespace_pattern=None, whitespace_flexible=False, json_allowed_escapes='nrbtf\\"'
-    )
+    return json_rule(schema, whitespace_pattern=None, whitespace_flexible=False)
 
 
 def _written(value: Any) -> str:
@@ -358,7 +360,7 @@ def _in_python(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_in_python, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{json.dumps(key)}: {_in_python(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{_in_python(key)}: {_in_python(each)}' for key, each in value.items())}}}"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)

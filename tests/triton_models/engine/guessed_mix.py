@@ -131,7 +131,8 @@ def _request(dice: random.Random, number: int, kind: str) -> Request:
         options["mask"] = some_mask(dice, stops=options["stop_token_ids"], least=options["min_tokens"])
     prompt = [dice.randrange(CYCLE) for _ in range(dice.choice((1, 3, 20)))]
     asked = request(str(number), prompt, SamplingParams(seed=number, **options))
-    generated = tuple(range(min(options["max_tokens"] - 1, dice.choice((0, 0, 5)))))
+    counted = range(min(options["max_tokens"] - 1, dice.choice((0, 0, 5))))
+    generated = tuple(each for each in counted if each not in options["stop_token_ids"])
     return replace(
         asked,
         generated_ids=() if "mask" in options else generated,

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.triton_models.engine.fake_model import GREEDY, FakeModel, continuation, ids, request, run
 from triton_models.engine.backend import PLAIN
+from triton_models.engine.drafts import DraftLimits
 from triton_models.engine.engine import Engine, Intake
+from triton_models.engine.models import Operations
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason, Sequence, TokenOutput
 from triton_models.engine.settings import EngineSettings
@@ -82,6 +85,28 @@ def test_a_step_mixes_decodes_and_prompt_chunks_within_its_budget() -> None:
     run(engine)
     # The decode of the short one goes first in every step; the long prompt fills what is left.
     assert model.steps[:4] == [[0, 1], [2, *range(7)], [3, *range(7, 14)], [4, *range(14, 20)]]
+
+
+class Monotone(FakeModel):
+    """Says one word."""
+
+    def logits(self, hidden: Tensor, operations: Operations) -> Tensor:
+        logits = super().logits(hidden, operations)
+        logits[:, 5] = 1000.0
+        return logits
+
+
+def test_guesses_leave_room_for_prompts() -> None:
+    free = replace(PLAIN, drafts=DraftLimits(step_s=1.0, row_s=1e-9))
+    engine = Engine(Monotone(), replace(SMALL, kv_blocks=64), backend=free)
+    engine.add(*(request(name, (1, 2), SamplingParams(temperature=0.0, max_tokens=99)) for name in "ab"))
+    for _ in range(9):
+        stats = engine.step()
+    assert stats is not None
+    assert stats.guessed_tokens
+    engine.add(request("late"))
+    engine.step()
+    assert "late" in {each.request_id for each in engine.take_outputs()}
 
 
 def test_the_timing_facts_are_at_the_first_token_only() -> None:

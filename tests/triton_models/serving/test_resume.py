@@ -137,6 +137,8 @@ def test_an_answer_that_is_not_streamed_begins_again_with_its_seed(served: Serve
     [
         {"generated": [[5] * 40]},
         {"generated": [[10**6]]},
+        {"generated": [[5, 2, 5]]},
+        {"generated": [[5, 7]], "stop_token_ids": [7]},
         {"generated": [[5]], "grammar": Grammar("regex", "[0-9]+")},
         {"generated": [[]], "seed": None},
         {"generated": [None]},

@@ -13,6 +13,7 @@ from triton_models.serving.intake import Arrival, Inputs, Intake
 from triton_models.serving.request import OpenRequest
 from wire.meta import Meta
 from wire.refusal import RefusalCode
+from wire.request import ChannelStream
 
 LONG = 400
 
@@ -343,6 +344,28 @@ def test_a_request_that_fails_before_it_is_prepared_is_answered_once_and_forgott
     wait_until(lambda: not served.service._requests)
     time.sleep(0.3)  # as long as it takes to ask about an open request: that would fail in the responder
     assert answer.responses == []
+
+
+def test_a_request_whose_heartbeat_cannot_be_sent_while_it_is_prepared_leaves_the_engine(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, released = serve(slow=True), threading.Event()
+    render = served.service._prompt_ids
+
+    def slow(*arguments: Any) -> Any:
+        released.wait()
+        return render(*arguments)
+
+    monkeypatch.setattr(served.service, "_prompt_ids", slow)
+    broken = FakeResponder()
+    monkeypatch.setattr(broken, "send", lambda *_, **__: fail())
+    served.ask(responder=broken, streamed=True, max_tokens=LONG, ignore_eos=True).wait()
+    released.set()
+    served.ask(max_tokens=1).wait()
+    wait_until(lambda: not served.service._choices)
+    assert served.busy() == 0
+    same = ChannelStream(id="channel 0", stream=0)
+    assert served.ask(channel=same, max_tokens=1).wait().refusal is None
 
 
 @pytest.mark.parametrize("owner_fails", [False, True])

@@ -35,6 +35,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "all optional": obj([], a={"type": "boolean"}, b={"type": "integer"}),
     "at least one": obj([], a={"type": "boolean"}, b={"type": "integer"}, c=True) | {"minProperties": 1},
     "enums": obj(a={"enum": ["it's", "你", 'say "x"', None, True, 1.5, -2]}, b={"const": {"k": [1, "z"]}}),
+    "constants of any text": obj(a={"const": {"😀": "城"}}, b={"enum": [[{"k": "é"}]]}),
     "strings": obj(
         a={"type": "string", "pattern": "^[a-c'\"]{1,3}$"},
         b={"type": "string", "minLength": 2, "maxLength": 4},
@@ -437,6 +438,7 @@ def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:
         ({"properties": {}, "minProperties": 1, "additionalProperties": False}, "minProperties"),
         (obj(a={"properties": {}, "minProperties": 1, "additionalProperties": False}), "minProperties"),
         (obj(a={"prefixItems": [True], "items": False, "minItems": 2}), "minItems"),
+        (obj(a={"type": "string", "minLength": 4, "maxLength": 3}), "maxLength contradicts minLength"),
         ({"$ref": "#/$defs/x", "required": ["a"], "$defs": {"x": {"type": "object"}}}, "beside"),
     ],
 )

@@ -16,7 +16,7 @@ from triton_models.text.schemas import (
     rewrite,
     simplify,
 )
-from triton_models.text.tokenizers import Tokenizer
+from triton_models.text.tokenizers import Tokenizer, ids_within
 from wire.grammar import Grammar
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -313,6 +313,16 @@ def test_definitions_may_have_any_name(walker: Walker, name: str) -> None:
         "$defs": {name: {"$id": f"of {name}", "const": 1}},
     }
     assert json.loads(walker.walk("json_schema", json.dumps({"type": "object", **schema})).text) == {"x": 1}
+
+
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": {"type": "null"}}])
+@pytest.mark.parametrize("named", ["properties", "patternProperties"])
+def test_a_property_has_one_spelling(walker: Walker, named: str, more: dict[str, Any]) -> None:
+    schema = {"type": "object", named: {"a": {"type": "boolean"}}, **more}
+    mask = walker.grammars.compile(Grammar("json_schema", json.dumps(schema)), continues=True).mask()
+    for text, right in (('{"a": true', True), ('{"b": null', True), ('{"\\u0061": null', False)):
+        ids = ids_within(walker.tokenizer, text)
+        assert (mask.takes(ids) == len(ids)) == right, text
 
 
 def test_an_id_that_a_reference_starts_from_stays() -> None:
