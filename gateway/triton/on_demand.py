@@ -278,7 +278,7 @@ class OnDemand:
             self._end(model, unable(self._backends.replicas(model)).to_gateway())
 
     def _is_loaded(self, model: str, place: _Place) -> bool:
-        return place.states[model] is EntryState.READY and model not in place.unloading
+        return place.states[model] is EntryState.READY and not self._leaves(place, model)
 
     def _may_answer(self, model: str, place: _Place) -> bool:
         """Whether Triton calls a model ready, and its replica may soon take requests."""
@@ -365,13 +365,12 @@ class OnDemand:
 
     def _kept(self, place: _Place, model: str) -> bool:
         """Tell whether a model cannot be unloaded to make room, or is made to already."""
-        replica = place.backend.replicas.get(model)
-        return (
-            model in self._policy.pinned
-            or model in place.unloading  # a loaded one without a known contract has no replica
-            or model in place.loading
-            or (replica is not None and replica.yielding)
-        )
+        return model in self._policy.pinned or model in place.loading or self._leaves(place, model)
+
+    def _leaves(self, place: _Place, model: str) -> bool:
+        """Tell whether a model is being unloaded, or will be once its running requests have ended."""
+        replica = place.backend.replicas.get(model)  # a loaded one without a known contract has none
+        return model in place.unloading or (replica is not None and replica.yielding)
 
     def _idle(self, place: _Place, model: str) -> bool:
         replica = place.backend.replicas.get(model)

@@ -10,6 +10,7 @@ from gateway.core.events import Accepted, Heartbeat
 from gateway.core.request import PlainText
 from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError, UnavailableError
+from gateway.triton import on_demand
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, generation, until
 from tests.gateway.triton.on_demand import ask, in_memory, said, unloaded
@@ -171,9 +172,11 @@ async def test_what_gets_no_room_in_time_is_refused_with_the_reason(triton: Fake
     assert triton.orders == ["load a"]
 
 
+@pytest.mark.parametrize("answers_within_s", [15.0, 0.0])
 async def test_a_model_in_use_makes_room_when_its_requests_have_ended(
-    triton: FakeTriton, demand: Any
+    triton: FakeTriton, demand: Any, monkeypatch: pytest.MonkeyPatch, answers_within_s: float
 ) -> None:
+    """Whether it was just loaded or long ago: whoever asks for it meanwhile waits for it to come back."""
     unloaded(triton, "a", "b")
     release = asyncio.Event()
 
@@ -189,6 +192,7 @@ async def test_a_model_in_use_makes_room_when_its_requests_have_ended(
     other = asyncio.create_task(said(pool, "b"))
     (replica,) = [each for each in pool.replicas() if each.model == "a"]
     await until(lambda: replica.yielding)
+    monkeypatch.setattr(on_demand, "_ANSWERS_WITHIN_S", answers_within_s)
     later = asyncio.create_task(said(pool, "a"))  # waits for its turn behind the other
     await asyncio.sleep(0.5)
     assert len(triton.requests) == 1
