@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -306,6 +307,25 @@ async def test_what_is_too_much_is_unloaded(triton: FakeTriton, demand: Any) -> 
     await until(lambda: len(in_memory(triton)) == 2)
     await asyncio.sleep(1.5)
     assert len(triton.orders) == 2
+
+
+async def test_what_is_too_much_goes_though_it_is_always_in_use(
+    triton: FakeTriton, demand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that overlap would keep it for ever if it went on to take them."""
+    monkeypatch.setattr(on_demand, "_READ_WITHIN_S", 60.0)  # however slow the machine
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=2)
+    assert [await said(pool, model) for model in "ab"] == ["Hello"] * 2
+    first, second = pool.replicas()
+    with first.in_use(), second.in_use():
+        pool._on_demand._policy = replace(pool._on_demand._policy, max_loaded=1)
+        await until(lambda: first.yielding or second.yielding)
+        later = asyncio.create_task(said(pool, (first if first.yielding else second).model))
+        await asyncio.sleep(1)  # several looks
+        assert not later.done()
+    assert await later == "Hello"
+    await until(lambda: len(in_memory(triton)) == 1)
 
 
 async def test_room_elsewhere_is_used_first(tritons: Any, demand: Any) -> None:
