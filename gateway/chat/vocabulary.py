@@ -120,18 +120,28 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._stream = DecodeStream(skip_special_tokens=not special)
         self._held: list[int] = []
+        self._begin()
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that is certain with these ids."""
         pieces = []
         for each in ids:
             self._held.append(each)
-            if (piece := self._stream.step(self._tokenizer, each)) is not None:
+            try:
+                piece = self._stream.step(self._tokenizer, each)
+            except Exception:  # noqa: BLE001 - the library raises nothing more specific
+                # Of bytes in a row of which some are no character, it takes none for one. Where the first of
+                # them have been returned as one already, it gives up. What is held begins behind those.
+                self._begin()
+                piece = "".join(self._stream.step(self._tokenizer, held) or "" for held in self._held)
+            if piece is not None:
                 pieces.append(piece)
                 self._held.clear()
         return "".join(pieces)
+
+    def _begin(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=not self._special)
 
     def end(self) -> str:
         """Return what stands for a character that never became whole; empty: there is none."""

@@ -140,7 +140,8 @@ def _named(generation: Generation, error: Exception) -> Exception:
     if not isinstance(error, GatewayError) or error.param is not None or field is None:
         return error
     param = field if isinstance(error, InvalidRequestError) else None
-    return type(error)(f"{field}: {error.message}", param=param, retry_after_s=error.retry_after_s)
+    message, retry_after_s = f"{field}: {error.message}", error.retry_after_s
+    return type(error)(message, param=param, retry_after_s=retry_after_s, reason=error.reason)
 
 
 def _all_accepted(in_order: Sequence[Accepted]) -> Accepted:

@@ -1,6 +1,5 @@
 """For operators: health, metrics, version, and control of models."""
 
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -25,8 +24,6 @@ from gateway.http.routes import (
 from gateway.limits.admission import Phase, shutting_down
 from gateway.openai.document import read_optional_object, validate
 from gateway.telemetry.metrics import CONTENT_TYPE
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 
 router = APIRouter()
 admin_router = APIRouter(dependencies=[AdminKey], default_response_class=Response)
@@ -96,8 +93,8 @@ class ModelChange(Struct, frozen=True):
 
 
 async def _model_name(model_id: str) -> str:
-    if len(model_id) > NAME_LIMIT or not _NAME.fullmatch(model_id):
-        raise InvalidRequestError("This cannot be a model's id.", param="model_id")
+    if len(model_id) > NAME_LIMIT:
+        raise InvalidRequestError(f"A model's name has at most {NAME_LIMIT} characters.", param="model_id")
     return model_id
 
 

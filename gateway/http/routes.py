@@ -300,7 +300,7 @@ def _naming(subject: str, kind: type[InvalidRequestError], bound: str = "max_tok
         yield
     except kind as error:
         message = error.message.replace(" max_tokens.", f" {bound}.")  # as models say
-        raise type(error)(message, param=error.param or subject) from None
+        raise type(error)(message, param=error.param or subject, reason=error.reason) from None
 
 
 async def _events(

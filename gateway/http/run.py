@@ -142,8 +142,6 @@ class RunningRequest(AsyncIterator[Event]):
             GatewayError: the deadline passed, the client hung up, or the gateway is shutting down.
         """
         self._begin(receive)
-        if self._error is not None:  # after the drain
-            raise self._error
         await self._race(self._gateway.upstream.reached(self._record.deadline))
 
     async def met(self, model_id: str) -> None:
@@ -233,8 +231,6 @@ class RunningRequest(AsyncIterator[Event]):
             GatewayError: as for `start`.
         """
         await self._enter(receive, permits=1, admission=admission)
-        if self._error is not None:  # it ended while it did not wait: it is not sent upstream
-            raise self._error
         answer = await self._race(work())
         self._over = True
         return answer
@@ -355,8 +351,11 @@ class RunningRequest(AsyncIterator[Event]):
             return generation
         return replace(generation, max_tokens=max(bound, generation.min_tokens), max_tokens_yields=True)
 
-    async def _race(self, step: Awaitable[T]) -> T:
+    async def _race(self, step: Coroutine[Any, Any, T]) -> T:
         """Await `step`; if `end` is called first, cancel it and raise the error given to `end`."""
+        if self._error is not None:  # it ended while it did not wait, as while its body was read
+            step.close()
+            raise self._error
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a request waits inside a task")

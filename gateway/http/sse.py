@@ -65,6 +65,7 @@ class EventStream(EventSourceResponse):
             send_timeout=send_timeout_s,
             client_close_handler_callable=self._hung_up,
         )
+        del self.headers["connection"]  # which only the server knows
         self._events = events
         self._on_gone = on_gone
         self._send_timeout_s = send_timeout_s

@@ -71,6 +71,8 @@ async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str 
         raise InvalidRequestError("Several models are served: name one, as ?model=...", param="model")
     card = gateway.model(name, record.key_name)
     record.model = card.id
+    if card.chat_format is None and card.ready:
+        raise InvalidRequestError(f"The gateway cannot describe the tokenizer of {card.id}.", param="model")
     if card.chat_format is None:
         raise UnavailableError(f"The model {card.id} has not been reached yet.", reason="not_ready")
     return respond_with(tokenizer_info(card.chat_format, card.max_context, card.vocabulary))

@@ -265,8 +265,12 @@ def _as_gateway_errors(backend: Backend) -> Iterator[None]:
         yield
     except (TritonError, GatewayError) as error:
         own = error.to_gateway() if isinstance(error, TritonError) else error
-        message = f"{backend.address}: {own.message}"
-        raise type(own)(message, param=own.param, retry_after_s=own.retry_after_s) from error
+        raise type(own)(
+            f"{backend.address}: {own.message}",
+            param=own.param,
+            retry_after_s=own.retry_after_s,
+            reason=own.reason,
+        ) from error
 
 
 def _withdrawn(replica: Replica | None, *, wanted: bool) -> contextlib.AbstractContextManager[None]:

@@ -457,6 +457,8 @@ class _Call:
         try:
             return await asyncio.shield(self._running)
         finally:
+            if self.cancel is None:  # ended, so nobody reads the rest: one that is never sent would wait on
+                self._running.cancel()
             if self._running.done():
                 self._running = None
 

@@ -208,11 +208,10 @@ class OnDemand:
         await self._read_all(places)
         for place in places:
             self._note(place)
+            if place.reading is None:  # before wishes: what goes is not to get those that wait for it
+                self._unload_needless(place)
         for model, wish in list(self._wishes.items()):
             self._grant(model, wish)
-        for place in places:
-            if place.reading is None:
-                self._unload_needless(place)
 
     async def _read_all(self, places: list[_Place]) -> None:
         """Read repositories; one that does not answer soon is waited for by later looks."""
@@ -278,7 +277,7 @@ class OnDemand:
             self._end(model, unable(self._backends.replicas(model)).to_gateway())
 
     def _is_loaded(self, model: str, place: _Place) -> bool:
-        return place.states[model] is EntryState.READY and model not in place.unloading
+        return place.states[model] is EntryState.READY and not self._leaves(place, model)
 
     def _may_answer(self, model: str, place: _Place) -> bool:
         """Whether Triton calls a model ready, and its replica may soon take requests."""
@@ -309,7 +308,7 @@ class OnDemand:
             wish.reason = "models in use take all the room"
             if leaving := self._leaving(place, planned):
                 for each in leaving:
-                    self._make_leave(place, each, model)
+                    self._make_leave(place, each, heir=model)
                 place.planned = planned.difference(leaving)
                 return
 
@@ -355,23 +354,26 @@ class OnDemand:
     def _allows_without(self, planned: Collection[str], leaving: Collection[str]) -> bool:
         return self._policy.allows(set(planned).difference(leaving))
 
-    def _make_leave(self, place: _Place, model: str, heir: str | None = None) -> None:
+    def _make_leave(
+        self, place: _Place, model: str, reason: UnloadReason = UnloadReason.ROOM, heir: str | None = None
+    ) -> None:
         """Unload a model, perhaps for `heir`; one in use gets no new requests until those have ended."""
         replica = place.backend.replicas.get(model)
-        if replica is not None and replica.outstanding:
+        place.planned.discard(model)
+        if replica is not None:
             replica.yielding = True
-        else:  # Triton lets end what other gateways have there.
-            self._unload(place, model, UnloadReason.ROOM, heir)
+        if replica is None or not replica.outstanding:  # Triton lets end what other gateways have there.
+            place.unloading.add(model)
+            self._begin(self._unload_on(place, model, reason, heir))
 
     def _kept(self, place: _Place, model: str) -> bool:
         """Tell whether a model cannot be unloaded to make room, or is made to already."""
-        replica = place.backend.replicas.get(model)
-        return (
-            model in self._policy.pinned
-            or model in place.unloading  # a loaded one without a known contract has no replica
-            or model in place.loading
-            or (replica is not None and replica.yielding)
-        )
+        return model in self._policy.pinned or model in place.loading or self._leaves(place, model)
+
+    def _leaves(self, place: _Place, model: str) -> bool:
+        """Tell whether a model is being unloaded, or will be once its running requests have ended."""
+        replica = place.backend.replicas.get(model)  # a loaded one without a known contract has none
+        return model in place.unloading or (replica is not None and replica.yielding)
 
     def _idle(self, place: _Place, model: str) -> bool:
         replica = place.backend.replicas.get(model)
@@ -389,19 +391,14 @@ class OnDemand:
         for model in place.ready_since if limit is not None else ():
             unused = self._idle(place, model) and now - self._used(place, model) >= (limit or 0)
             if unused and model not in self._wishes and not self._kept(place, model):
-                self._unload(place, model, UnloadReason.IDLE)
+                self._make_leave(place, model, UnloadReason.IDLE)
         # One at a time and by chance, since other gateways see the same.
         held = place.held() - place.unloading
-        if not self._policy.allows(held) and random.choice((True, False)):  # noqa: S311
-            for model in self._leaving(place, held, at_once=True)[:1]:
+        leaving = [] if self._policy.allows(held) else self._leaving(place, held, at_once=True)
+        for model in leaving[:1]:
+            replica = place.backend.replicas.get(model)
+            if (replica is not None and replica.outstanding) or random.choice((True, False)):  # noqa: S311
                 self._make_leave(place, model)
-
-    def _unload(self, place: _Place, model: str, reason: UnloadReason, heir: str | None = None) -> None:
-        replica = place.backend.replicas.get(model)
-        if replica is not None:
-            replica.yielding = True
-        place.unloading.add(model)
-        self._begin(self._unload_on(place, model, reason, heir))
 
     def _begin(self, change: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(change)

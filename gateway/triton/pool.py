@@ -19,7 +19,7 @@ from gateway.core.batch import choices_apart
 from gateway.core.events import Accepted, Delta, Event, Heartbeat
 from gateway.core.request import Generation
 from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokenization, Tokens, Vector
-from gateway.errors import InvalidRequestError, ModelNotFoundError
+from gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from gateway.telemetry.tracing import Headers
 from gateway.triton.admin import ModelControl
 from gateway.triton.attempts import Attempts
@@ -224,13 +224,9 @@ class TritonUpstream:
         if attempts.tried and not attempts.able(self._find(request.model)):
             await asyncio.sleep(_PAUSE_S)  # in which probes tell what has become of those that failed
             attempts.tried.clear()  # they may be asked again
-        async for _ in self._absence(request.model, request.deadline, attempts.wait_s):
-            yield
-        attempts.wait_s = max(attempts.wait_s - (clock() - begun), 0.0)
-        if self._on_demand is not None:
-            async with contextlib.aclosing(self._on_demand.loading(request.model, request.deadline)) as waits:
-                async for _ in waits:
-                    yield
+        async with contextlib.aclosing(self._coming(attempts, begun)) as waits:
+            async for _ in waits:
+                yield
         while attempts.started:
             replicas = self._find(request.model)
             if attempts.able(replicas):
@@ -241,6 +237,35 @@ class TritonUpstream:
                 raise (attempts.failure or unable(replicas)).to_gateway(request)
             await asyncio.sleep(_PAUSE_S)
             yield
+
+    async def _coming(self, attempts: Attempts, begun: float) -> AsyncGenerator[None, None]:
+        """Yield until a Triton has the model, and has loaded it if that is on demand; waits since `begun`."""
+        request, clock = attempts.request, asyncio.get_running_loop().time
+        while True:
+            async for _ in self._absence(request.model, request.deadline, attempts.wait_s):
+                yield
+            attempts.wait_s = max(attempts.wait_s - (clock() - begun), 0.0)
+            if self._on_demand is None:
+                return
+            try:
+                loading = self._on_demand.loading(request.model, request.deadline)
+                async with contextlib.aclosing(loading) as waits:
+                    async for _ in waits:
+                        yield
+            except UnavailableError:
+                begun = clock()
+                if not await self._has_gone(attempts):
+                    raise
+            else:
+                return
+
+    async def _has_gone(self, attempts: Attempts) -> bool:
+        """Whether no Triton is left that could load a model, and the request may wait until one is back."""
+        model_id, clock = attempts.request.model, asyncio.get_running_loop().time
+        until = attempts.request.deadline - LEFT_S
+        if attempts.wait_s:
+            await self._look(model_id, min(clock() + _LOOK_WITHIN_S, until))
+        return attempts.wait_s > 0 and clock() < until and self._is_absent(model_id)
 
     async def _absence(self, model_id: str, deadline: float, wait_s: float) -> AsyncGenerator[None, None]:
         """Yield now and then while a request waits for a Triton that has the model, for `wait_s` at most.

@@ -165,6 +165,8 @@ class TextAnswer:
         self._raw: list[str] = []
         """Its text as the backend sent it, for counting."""
         self._tokens = 0
+        self._told = 0
+        """How many of them the deltas have told of: only a stream's tell before the end when tokens came."""
         self._reported = False
         """Whether the backend counts its tokens."""
         self._thoughts: list[str] = []
@@ -216,7 +218,9 @@ class TextAnswer:
         *before, last = self._deltas(news.text, news.logprobs or (), pieces)
         if not (before or last.pieces or last.logprobs or tokens):
             return []
-        return [*before, structs.replace(last, tokens=tokens)]
+        told = tokens if self._generation.stream else 0
+        self._told += told
+        return [*before, structs.replace(last, tokens=told)]
 
     def rest(self, text: str) -> list[Event]:
         """Return the events in text that was held back: its tokens were counted already.
@@ -233,7 +237,7 @@ class TextAnswer:
         """
         events = self.accept()
         pieces = () if self._stopped_by is not None else self._read("", over=True)
-        before, self._tokens = self._tokens, self._counted()
+        self._tokens = self._counted()
         usage = Usage(
             prompt_tokens=self._prompt_tokens or 0,
             completion_tokens=self._tokens,
@@ -242,7 +246,7 @@ class TextAnswer:
         *deltas, last = self._deltas("", (), pieces, over=True)
         last = structs.replace(
             last,
-            tokens=max(0, self._tokens - before),
+            tokens=max(0, self._tokens - self._told),
             finish_reason=self._finish_reason(),
             stop_reason=self._stopped_by,
             usage=usage,

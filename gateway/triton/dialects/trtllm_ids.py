@@ -131,7 +131,7 @@ class _Answer(TextAnswer):
         """See `TextAnswer.accept`; with the prompt's ids, if requested."""
         events, ids = super().accept(prompt_tokens), self._prompt.ids
         if events and self._generation.return_token_ids:
-            return [Accepted(prompt_tokens=len(ids), prompt_token_ids=(ids,))]
+            events[0] = Accepted(prompt_tokens=len(ids), prompt_token_ids=(ids,))
         return events
 
     def _take(self, ids: tuple[int, ...], probabilities: Sequence[float]) -> list[Event]:

@@ -92,6 +92,30 @@ def test_streamed_text_is_the_text(vocabulary: Vocabulary, at_once: int) -> None
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (["é", b"\x82", "a", " b"], "é\ufffda b"),
+        (["🙂", b"\xe2", "a", " b", "🙂", " b"], "🙂\ufffda b🙂 b"),
+        (["a", "é", b"\xf0\x9f", " b", b"\x82", "a"], "aé\ufffd\ufffd b\ufffda"),
+    ],
+)
+def test_bytes_that_are_no_character_behind_some_that_are(written: list[str | bytes], text: str) -> None:
+    """Of tokenizers that write what they have no token for in bytes, as Llama's."""
+    known = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "▁b": 257}
+    made = Tokenizer(models.BPE(known, [], byte_fallback=True))
+    space = decoders.Replace("▁", " ")
+    made.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    stream, shown = Vocabulary(made).stream(), []
+    for each in written:
+        token = None if isinstance(each, bytes) else known.get(each.replace(" ", "▁"))
+        raw = each if isinstance(each, bytes) else each.encode()
+        shown += [stream.push([id_]) for id_ in ([*raw] if token is None else [token])]
+    assert "".join(shown) + stream.end() == text
+
+
 def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(VocabularyError, match=r"has no tokenizer\.json"):
         Vocabulary.read(tmp_path)

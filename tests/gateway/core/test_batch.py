@@ -100,7 +100,7 @@ async def test_nothing_is_told_before_all_are_accepted() -> None:
     [
         (ContextLengthError("too long"), "prompt.1"),
         (InvalidRequestError("no", param="stop"), "stop"),
-        (RateLimitError("full"), None),
+        (RateLimitError("full", reason="queue_full"), None),
         (RuntimeError("a bug"), None),
     ],
 )
@@ -118,6 +118,7 @@ async def test_the_first_error_ends_all_and_names_its_prompt(
     assert script.running == 0
     if isinstance(failed.value, GatewayError):
         assert failed.value.param == param
+        assert failed.value.reason == getattr(error, "reason", None)  # which the log's line has
         if param == "prompt.1":
             assert failed.value.message == "prompt.1: too long"
 

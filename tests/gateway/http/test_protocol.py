@@ -87,6 +87,7 @@ async def test_http_1_0_gets_its_stream_without_chunks() -> None:
         answered, stream = await record(served, head.encode() + body)
         assert answered.startswith(b"HTTP/1.1 200 ")
         assert b"transfer-encoding" not in answered.lower()
+        assert answered.lower().count(b"\r\nconnection:") == answered.lower().count(b"connection: close") == 1
         events = stream.decode().split("\r\n\r\n" if b"\r\n" in stream else "\n\n")
         assert events[-1] == ""
         assert all(event.startswith("data: ") for event in events[:-1])

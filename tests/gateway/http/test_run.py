@@ -113,6 +113,18 @@ async def test_an_end_while_waiting_for_admission(setup: Setup) -> None:
     setup.gateway.admission.release()
 
 
+async def test_an_end_while_the_body_is_read_does_not_wait_for_admission(setup: Setup) -> None:
+    """On a thread, where nothing is there to be cancelled: nobody would end its wait in a full queue."""
+    await setup.gateway.admission.acquire()
+    await setup.running.reached(connected)
+    setup.running.end(ClientGoneError("gone"))
+    with pytest.raises(ClientGoneError):
+        async with asyncio.timeout(5):
+            await setup.start()
+    assert setup.gateway.admission.waiting == 0
+    setup.gateway.admission.release()
+
+
 async def test_an_end_while_waiting_for_a_first_triton(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(_deadline: float) -> None:
         await asyncio.Event().wait()

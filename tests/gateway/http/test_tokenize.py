@@ -192,6 +192,9 @@ async def test_the_tokenizer_is_described() -> None:
             "<|endoftext|>",
         )
         upstream.chat_format = None
+        other = await served.http.get("/tokenizer_info")  # of another backend
+        assert (other.status_code, other.json()["error"]["param"]) == (400, "model")
+        upstream.ready = False
         assert (await served.http.get("/tokenizer_info")).status_code == 503
 
 

@@ -244,8 +244,9 @@ async def test_one_that_is_unloaded_again_before_it_answers_is_not_waited_for(
     loading = asyncio.create_task(load(pool, reload=True))
     await until(lambda: triton.orders == ["unload m", "load m"] and triton.model.state == "READY")
     triton.model.state, triton.model.reason = "UNAVAILABLE", "unloaded"
-    with pytest.raises(UnavailableError, match="unloaded again"):
+    with pytest.raises(UnavailableError, match="unloaded again") as raised:
         await loading
+    assert raised.value.reason == "unloaded"
 
 
 async def test_many_tritons(tritons: Any, serve: Any) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -262,6 +263,24 @@ async def test_calls_can_be_ended_at_any_moment(client: Client, triton: Any, tur
         await asyncio.sleep(0)
     client.end_inference("m", Fault.UNLOADED, "it was unloaded")
     assert await asyncio.gather(*tasks) == [Fault.UNLOADED] * 20
+
+
+async def test_nothing_is_left_of_a_call_that_ended_before_it_was_sent() -> None:
+    """As to a server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Client(f"127.0.0.1:{silent.getsockname()[1]}")
+        others = asyncio.all_tasks()
+        deadline = asyncio.get_running_loop().time() + 60
+        responses = client.stream_infer(
+            infer_request(), deadline=deadline, idle_timeout_s=60, cancel=lambda request: request
+        )
+        sending = asyncio.create_task(anext(responses))
+        await until(lambda: len(asyncio.all_tasks() - others) > 1)
+        client.end_inference("m", Fault.UNLOADED, "it was unloaded")
+        with pytest.raises(TritonError, match="it was unloaded"):
+            await sending
+        await until(lambda: asyncio.all_tasks() <= others, within_s=5)
+        await client.close()
 
 
 async def test_closing_the_channel_may_have_a_reason_of_its_own(triton: Any) -> None:

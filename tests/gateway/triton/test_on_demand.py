@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from gateway.core.events import Accepted, Heartbeat
 from gateway.core.request import PlainText
 from gateway.core.upstream import Tokenization
 from gateway.errors import GatewayError, UnavailableError
+from gateway.triton import on_demand
 from gateway.triton.replicas import ReplicaState
 from tests.gateway.triton.fake_triton import FakeTriton, accepted, finished, generation, until
 from tests.gateway.triton.on_demand import ask, in_memory, said, unloaded
@@ -171,9 +173,11 @@ async def test_what_gets_no_room_in_time_is_refused_with_the_reason(triton: Fake
     assert triton.orders == ["load a"]
 
 
+@pytest.mark.parametrize("answers_within_s", [15.0, 0.0])
 async def test_a_model_in_use_makes_room_when_its_requests_have_ended(
-    triton: FakeTriton, demand: Any
+    triton: FakeTriton, demand: Any, monkeypatch: pytest.MonkeyPatch, answers_within_s: float
 ) -> None:
+    """Whether it was just loaded or long ago: whoever asks for it meanwhile waits for it to come back."""
     unloaded(triton, "a", "b")
     release = asyncio.Event()
 
@@ -189,6 +193,7 @@ async def test_a_model_in_use_makes_room_when_its_requests_have_ended(
     other = asyncio.create_task(said(pool, "b"))
     (replica,) = [each for each in pool.replicas() if each.model == "a"]
     await until(lambda: replica.yielding)
+    monkeypatch.setattr(on_demand, "_ANSWERS_WITHIN_S", answers_within_s)
     later = asyncio.create_task(said(pool, "a"))  # waits for its turn behind the other
     await asyncio.sleep(0.5)
     assert len(triton.requests) == 1
@@ -302,6 +307,25 @@ async def test_what_is_too_much_is_unloaded(triton: FakeTriton, demand: Any) -> 
     await until(lambda: len(in_memory(triton)) == 2)
     await asyncio.sleep(1.5)
     assert len(triton.orders) == 2
+
+
+async def test_what_is_too_much_goes_though_it_is_always_in_use(
+    triton: FakeTriton, demand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that overlap would keep it for ever if it went on to take them."""
+    monkeypatch.setattr(on_demand, "_READ_WITHIN_S", 60.0)  # however slow the machine
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=2)
+    assert [await said(pool, model) for model in "ab"] == ["Hello"] * 2
+    first, second = pool.replicas()
+    with first.in_use(), second.in_use():
+        pool._on_demand._policy = replace(pool._on_demand._policy, max_loaded=1)
+        await until(lambda: first.yielding or second.yielding)
+        later = asyncio.create_task(said(pool, (first if first.yielding else second).model))
+        await asyncio.sleep(1)  # several looks
+        assert not later.done()
+    assert await later == "Hello"
+    await until(lambda: len(in_memory(triton)) == 1)
 
 
 async def test_room_elsewhere_is_used_first(tritons: Any, demand: Any) -> None:

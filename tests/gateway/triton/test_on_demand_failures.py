@@ -33,6 +33,27 @@ async def test_a_triton_that_was_gone_for_a_moment_is_used_again(
     assert await said(pool, "a") == "Hello"
 
 
+@pytest.mark.parametrize("in_line", [False, True])
+async def test_a_triton_that_dies_is_waited_for_by_those_in_line_too(
+    triton: FakeTriton, demand: Any, *, in_line: bool
+) -> None:
+    """Also by who comes before a probe tells that it is gone."""
+    unloaded(triton, "a", "b")
+    pool = await demand(triton, max_loaded=1, options={"upstream_wait_s": 60})
+    await said(pool, "a")
+    (replica,) = [each for each in pool.replicas() if each.model == "a"]
+    with replica.in_use():  # so that there is no room
+        other = asyncio.create_task(said(pool, "b"))
+        if in_line:
+            await until(lambda: replica.yielding)
+        await triton.stop()
+        unloaded(triton, "a", "b")
+        await until(lambda: {each.state for each in pool.replicas()} == {ReplicaState.UNREACHABLE})
+        await asyncio.sleep(0.5)  # in which the repository is looked at
+        await triton.start()
+    assert await other == "Hello"
+
+
 async def test_closing_ends_requests_that_wait_for_a_load(triton: FakeTriton, demand: Any) -> None:
     unloaded(triton, "a")
 

@@ -298,5 +298,15 @@ def test_a_prompt_is_repeated_once_and_is_no_part_of_the_answer() -> None:
     reader = answer(echo=True, stop=["Hi"])
     accepted, *events = [*reader.accept(), *reader.take(News(text="Two.", finish="stop")), *reader.end()]
     assert isinstance(accepted, Accepted)
-    assert [(delta.text, delta.tokens) for delta in deltas(events)] == [("Hi", 0), ("Two.", 1), ("", 3)]
+    assert [(delta.text, delta.tokens) for delta in deltas(events)] == [("Hi", 0), ("Two.", 0), ("", 4)]
     assert events[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("counts", [None, 4])
+@pytest.mark.parametrize(("stream", "told"), [(True, 4), (False, 0)])
+def test_when_tokens_came_is_told_of_a_stream_alone(counts: int | None, told: int, *, stream: bool) -> None:
+    """What comes whole has its tokens with its end: nobody knows when the first one was there."""
+    reader = answer(stream=stream)
+    first, last = deltas([*reader.take(News(text="Two.", tokens=counts, finish="stop")), *reader.end()])
+    assert (first.text, first.finish_reason, first.tokens) == ("Two.", None, min(told, counts or 1))
+    assert (last.text, last.finish_reason, last.tokens) == ("", "stop", 4 - first.tokens)

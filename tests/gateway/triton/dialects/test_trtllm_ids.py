@@ -171,11 +171,17 @@ def test_a_stop_string_is_cut_however_it_was_tokenized(dialect: Dialect) -> None
 def test_a_stop_id_ends_an_answer_and_counts(dialect: Dialect, text: str, *, include: bool) -> None:
     events = answered(dialect, [*b"abc"], stop_token_ids=[98], include_stop=include, return_token_ids=True)
     assert text_of(events) == text
-    assert [event.token_ids for event in events if isinstance(event, Delta) and event.tokens] == [(97, 98)]
+    assert [event.token_ids for event in events if isinstance(event, Delta) and event.token_ids] == [(97, 98)]
     assert (last_of(events).finish_reason, last_of(events).stop_reason) == ("stop", 98)
     accepted = events[0]
     assert isinstance(accepted, Accepted)
     assert accepted.prompt_token_ids == ((97, 98),)
+
+
+def test_a_prompt_is_repeated_beside_its_ids(dialect: Dialect) -> None:
+    accepted, *events = answered(dialect, [*b"c"], echo=True, return_token_ids=True)
+    assert accepted == Accepted(prompt_tokens=2, prompt_token_ids=((97, 98),))
+    assert text_of(events) == "abc"
 
 
 def test_an_end_id_in_the_answer_is_not_shown(dialect: Dialect) -> None:
