@@ -80,6 +80,8 @@ _SHOWN = 64
 """How many characters of a client's own name an error repeats."""
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """What zlib calls each encoding of a body that is understood."""
+_MEMBERS_LIMIT = 1_000
+"""Of a compressed body: each costs a copy of what follows it. Of 64 KB each, they fill 64 MB."""
 
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
@@ -202,18 +204,22 @@ class _Decompressor:
     def __init__(self, window: int) -> None:
         self._window = window
         self._member = zlib.decompressobj(window)
+        self._members = 1
 
     def feed(self, data: bytes, limit: int) -> bytes:
         """Return what `data` adds, at most `limit` bytes and one, which says that there is more.
 
         Raises:
-            InvalidRequestError: it is not compressed data.
+            InvalidRequestError: it is not compressed data, or in too many members.
         """
         found = b""
         try:
             while data and len(found) <= limit:
                 if self._member.eof:
                     self._member = zlib.decompressobj(self._window)
+                    self._members += 1
+                    if self._members > _MEMBERS_LIMIT:
+                        raise InvalidRequestError(f"The body has more than {_MEMBERS_LIMIT:,} gzip members.")
                 found += self._member.decompress(data, limit + 1 - len(found))
                 data = self._member.unused_data if self._member.eof else b""
         except zlib.error:
