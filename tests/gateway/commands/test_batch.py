@@ -1,6 +1,8 @@
 import asyncio
 import fcntl
+import io
 import json
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,6 +13,7 @@ from click.testing import CliRunner
 
 from gateway.cli import main
 from gateway.commands import batch
+from gateway.commands.progress import Progress
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UnavailableError
@@ -190,6 +193,37 @@ async def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert status == 1
     assert output.splitlines()[-1] == f"Error: cannot write {target}: No space left on device"
     assert "Traceback" not in output
+
+
+class Interrupted(io.BytesIO):
+    """A file that is being written as Ctrl-C comes."""
+
+    def write(self, data: Any, /) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return super().write(data)
+
+
+class Answered(batch.Batch):
+    """Has had answers to all that was asked."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__("http://nobody", None, iter(()), at_once=1, attempts=1)
+        self.left = [batch._output(batch.Line(name, CHAT, {}), {"status_code": 200}, None) for name in names]
+
+    @property
+    def running(self) -> bool:
+        return bool(self.left)
+
+    def result(self) -> dict[str, Any]:
+        return self.left.pop(0)
+
+
+def test_an_answer_that_ctrl_c_meets_is_written() -> None:
+    out, counts = Interrupted(), batch._Counts(total=3, done=0, failed=0)
+    with Progress() as progress:
+        stopped = batch.run(Answered("abc"), out, counts, progress)
+    written = [json.loads(each)["custom_id"] for each in out.getvalue().splitlines()]
+    assert (stopped, written) == (True, ["a", "b"])  # the second Ctrl-C drops the rest
 
 
 async def test_ctrl_c_lets_finish_what_was_asked(tmp_path: Path) -> None:
