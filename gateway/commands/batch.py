@@ -348,7 +348,7 @@ def _held_interrupts() -> Iterator[None]:
 def batch(
     *, source: Path, target: Path, url: str, key: str | None, at_once: int, attempts: int, retry_failed: bool
 ) -> None:
-    """Ask for every line of a file in OpenAI's batch format, several at once; status 1 if one failed.
+    """Have each line of a file in OpenAI's batch format answered, several at once; status 1 if one is not.
 
     Run it again to go on after Ctrl-C or a crash: what OUT.JSONL holds is not asked for again.
     """
@@ -366,4 +366,4 @@ def batch(
             asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
             stopped = run(asking, out, counts, progress)
             progress.show(_line(counts, asking))
-    sys.exit(INTERRUPTED if stopped else int(counts.failed > 0))
+    sys.exit(INTERRUPTED if stopped else int(counts.failed > 0 or counts.done < counts.total))

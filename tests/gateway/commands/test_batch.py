@@ -2,6 +2,7 @@ import asyncio
 import fcntl
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncGenerator
@@ -193,6 +194,19 @@ async def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert status == 1
     assert output.splitlines()[-1] == f"Error: cannot write {target}: No space left on device"
     assert "Traceback" not in output
+
+
+async def test_a_line_that_was_not_asked_for_is_no_success(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text(("\n" * 100_000).join(json.dumps(line(name)) for name in "abc"))
+
+    def script(_: Generation) -> AsyncGenerator[Event, None]:
+        os.truncate(source, 50_000)
+        return say("yes")
+
+    async with on_socket(FakeUpstream(script)) as served:
+        status, text = await ask(served, source, out, "--at-once", "1")
+    assert (status, "1 of 3 done, 0 failed" in text) == (1, True), text
 
 
 class Interrupted(io.BytesIO):
