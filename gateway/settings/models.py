@@ -120,7 +120,7 @@ def _by_name(value: Any) -> Any:
             name: {"entry": name} | dict(given or {}) if isinstance(given, Mapping | None) else given
             for name, given in value.items()
         }
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not any(isinstance(each, dict | list) for each in value):
         return {name: {"entry": name} for name in value}
     return value
 

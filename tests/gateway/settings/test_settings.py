@@ -85,6 +85,8 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, "resume: maybe", ["resume: true or false is needed (from"]),
         ({}, {}, "workers: four", ["workers: a whole number or auto is needed (from"]),
         ({}, {}, "models: 5", ["models: a mapping is needed (from"]),
+        ({}, {}, "models: [{entry: a}]", ["models: a mapping is needed (from"]),
+        ({}, {"MODELS": '[["a"]]'}, "", ["models: a mapping is needed (from", "TRITONGATE_MODELS"]),
         ({}, {}, "api_keys: s3cret", ["api_keys: a list is needed (from"]),
         ({}, {}, "api_keys: [{name: a, key: 123}]", ["api_keys.0.key: text is needed", "quotes"]),
         ({}, {}, "upstreams: []", ["upstreams: at least 1 is needed (from"]),
