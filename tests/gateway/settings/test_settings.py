@@ -89,6 +89,7 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"MODELS": '[["a"]]'}, "", ["models: a mapping is needed (from", "TRITONGATE_MODELS"]),
         ({}, {}, "api_keys: s3cret", ["api_keys: a list is needed (from"]),
         ({}, {}, "api_keys: [{name: a, key: 123}]", ["api_keys.0.key: text is needed", "quotes"]),
+        ({}, {}, "api_keys: [{name: a, key: b, scopes: admin}]", ["api_keys.0.scopes: a list is needed"]),
         ({}, {}, "upstreams: []", ["upstreams: at least 1 is needed (from"]),
         ({}, {"CORS_ORIGINS": "example.org"}, "", ["cors_origins.0: 'example.org' is not https://host"]),
         ({}, {}, "cors_origins: https://a.example/page", ["cors_origins.0", "is not https://host[:port]"]),
