@@ -100,7 +100,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ClientError(f"cannot write {path}: {error.strerror}") from None
+        raise ClientError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], int]:

@@ -186,6 +186,14 @@ def test_wrong_output_is_left_alone(tmp_path: Path) -> None:
     assert f"cannot write {absent}: No such file" in run(source, absent, "--url", "http://127.0.0.1:9")[1]
 
 
+def test_a_pipe_is_no_output(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    status, text = run(write(tmp_path / "in", line("a")), f"/dev/fd/{writer}")
+    os.close(reader)
+    os.close(writer)
+    assert (status, "not seekable" in text) == (1, True), text
+
+
 async def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = write(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
     monkeypatch.setattr(batch, "open_output", lambda *_, **__: (open("/dev/full", "wb"), set(), 0))  # noqa: PTH123, SIM115
