@@ -112,11 +112,13 @@ def models_at(url: str, key: str | None) -> list[dict[str, str]]:
     """Return such rows of a running gateway, which tells its clients nothing of entries and Tritons.
 
     Raises:
-        ClientError: it cannot be asked, refuses, or is no gateway.
+        ClientError: it cannot be asked, refuses, has none, or is no gateway.
     """
     listed = fetch(url, key, "/v1/models").get("data", [{}])
     if not all("ready" in each for each in listed):
         raise ClientError(f"{url} does not tell of its models as a gateway does")
+    if not listed:
+        raise ClientError(f"{url} lists no models")
     return [
         {
             "model": each["id"],

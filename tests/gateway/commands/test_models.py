@@ -152,3 +152,9 @@ def test_an_endpoint_that_is_no_gateway_is_told(listed: Any, monkeypatch: pytest
     monkeypatch.setattr("gateway.commands.models.fetch", lambda *_: listed)
     done = CliRunner().invoke(main, ["models", "http://endpoint"])
     assert done.output == "Error: http://endpoint does not tell of its models as a gateway does\n"
+
+
+def test_a_gateway_without_models_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.commands.models.fetch", lambda *_: {"data": []})
+    done = CliRunner().invoke(main, ["models", "http://gateway"])
+    assert (done.exit_code, done.output) == (1, "Error: http://gateway lists no models\n")
