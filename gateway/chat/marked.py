@@ -284,6 +284,7 @@ class MarkedText:
             if said.startswith(mark):
                 self._unread = said.removeprefix(mark)
                 said = self._unread.lstrip()
+                self._wrapping = Wrapping.NONE  # no other object follows before the next opening
             elif mark.startswith(said):
                 if not over:
                     return
@@ -296,7 +297,8 @@ class MarkedText:
             self._opened, self._unread = said[0], said[1:]
             self._state = _State.TEXT if said[0] == "]" else _State.CALL
             return
-        self._state = _State.CALL if style.unmarked and said else _State.TEXT
+        another = style.unmarked or (ended and said[:1] == "{")
+        self._state = _State.CALL if another and said else _State.TEXT
 
     def _rest_of_object(self, closing: str, *, over: bool) -> int | None:
         """Return how much of what is unread ends the object around the arguments; None: more must come."""

@@ -24,7 +24,8 @@ A call whose name comes first is read as it is written, its arguments unchanged.
 values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that, and so
 are Python's words, which Qwen3-Coder's template writes. That model often leaves out `<tool_call>`, which then
 is not missed, and sometimes `</function>`. Mistral's marks within a call may be missing: vLLM's tokenizer for
-these models leaves them out.
+these models leaves them out. Between the marks of hermes there may be several objects, or a
+list of them.
 """
 
 import enum
@@ -392,10 +393,12 @@ STYLES: Final = {
             name="hermes",
             openings=(_CALL,),
             closing=_CALLED,
+            fence="]",
             begins=_begins_objects,
             heads=(_OBJECT_HEAD,),
             read=_read_objects,
             enforced=(_CALL, _CALLED),
+            separators=",",
         ),
         CallStyle(
             name="glm45",

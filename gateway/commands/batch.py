@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -99,7 +100,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ClientError(f"cannot write {path}: {error.strerror}") from None
+        raise ClientError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def open_output(path: Path, *, keep_failed: bool) -> tuple[BinaryIO, set[str], int]:
@@ -200,6 +201,7 @@ class Batch:
         return self._running > 0
 
     def _work(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it is for the main thread
         try:
             with connected(self._url) as (connection, prefix):
                 while (line := self._next()) is not None:
@@ -300,8 +302,8 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
     A first Ctrl-C lets finish what was asked, a second one drops it.
     """
     stopped = False
-    while batch.running:
-        try:
+    with _held_interrupts():
+        while batch.running:
             if (document := batch.result()) is not None:
                 written = json.dumps(document, ensure_ascii=False)
                 # Half of a surrogate pair has no UTF-8; in JSON, Python's escape of it is the escape.
@@ -309,13 +311,24 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
                 out.flush()
                 counts.add(document)
             progress.show(_line(counts, batch))
-        except KeyboardInterrupt:
-            if stopped:
-                break
-            stopped = True
-            batch.stop()
-            progress.say("stopping: waiting for what was asked already; Ctrl-C again drops it")
+            if signal.SIGINT in signal.sigpending():
+                signal.sigwait({signal.SIGINT})
+                if stopped:
+                    break
+                stopped = True
+                batch.stop()
+                progress.say("stopping: waiting for what was asked already; Ctrl-C again drops it")
     return stopped
+
+
+@contextlib.contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """Have Ctrl-C wait until it is looked for: as an exception it could lose an answer before its line."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @click.command(short_help="Answer a file in OpenAI's batch format.")
@@ -335,7 +348,7 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
 def batch(
     *, source: Path, target: Path, url: str, key: str | None, at_once: int, attempts: int, retry_failed: bool
 ) -> None:
-    """Ask for every line of a file in OpenAI's batch format, several at once; status 1 if one failed.
+    """Have each line of a file in OpenAI's batch format answered, several at once; status 1 if one is not.
 
     Run it again to go on after Ctrl-C or a crash: what OUT.JSONL holds is not asked for again.
     """
@@ -353,4 +366,4 @@ def batch(
             asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
             stopped = run(asking, out, counts, progress)
             progress.show(_line(counts, asking))
-    sys.exit(INTERRUPTED if stopped else int(counts.failed > 0))
+    sys.exit(INTERRUPTED if stopped else int(counts.failed > 0 or counts.done < counts.total))

@@ -240,7 +240,7 @@ def bench(
     work = list(workloads(kind, prompt, out, url=url, model=model, key=key, **same))
     total = len(work) * len(rate or clients)
     measured: list[Measured] = []
-    status = 0
+    status, failure = 0, ""
     with Progress() as progress:
 
         def show(answered: int) -> None:
@@ -258,10 +258,16 @@ def bench(
         except KeyboardInterrupt:
             status = INTERRUPTED
         except (RuntimeError, ValueError) as error:
-            raise ClientError(str(error)) from None
+            failure = str(error)
     if measured:
-        click.echo(f"{model} at {url}; times in ms\n\n{table(measured)}\n\n{plot(measured)}")
+        _show(f"{model} at {url}", measured)
+    if failure:
+        raise ClientError(failure)
+    sys.exit(status or int(any(each.row.failed for each in measured)))
+
+
+def _show(whom: str, measured: Sequence[Measured]) -> None:
+    click.echo(f"{whom}; times in ms\n\n{table(measured)}\n\n{plot(measured)}")
     for each in measured:
         if each.row.failed:
             click.echo(f"{each.load}: the first of {each.row.failed} failures: {each.row.error}")
-    sys.exit(status or int(any(each.row.failed for each in measured)))

@@ -53,7 +53,7 @@ class Conversation:
         }
 
     @classmethod
-    def read(cls, text: str) -> "Conversation":
+    def read(cls, text: str | bytes) -> "Conversation":
         """Return the conversation that was saved as `text`.
 
         Raises:
@@ -65,7 +65,7 @@ class Conversation:
             typed = typed and isinstance(read.temperature, float | int | None)
             if typed and all(isinstance(each["role"] + each["content"], str) for each in read.messages):
                 return read
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             pass
         raise ClientError("this is no conversation that /save has written")
 
@@ -152,7 +152,7 @@ class Chat:
                 return
             except KeyboardInterrupt:
                 click.secho("\nstopped; Ctrl-D ends", dim=True)
-            except (ClientError, OSError) as error:
+            except (ClientError, OSError, RuntimeError) as error:  # the last of a home that nobody has
                 text = error.message if isinstance(error, ClientError) else str(error)
                 click.secho(f"Error: {text}", fg="red")
 
@@ -191,7 +191,7 @@ class Chat:
         Path(name).expanduser().write_text(text, encoding="utf-8")
 
     def _load(self, name: str) -> None:
-        self._conversation = Conversation.read(Path(name).expanduser().read_text(encoding="utf-8"))
+        self._conversation = Conversation.read(Path(name).expanduser().read_bytes())
         for each in self._conversation.messages:
             click.echo(f"{'> ' if each['role'] == 'user' else ''}{each['content']}")
 

@@ -51,8 +51,8 @@ def events(url: str, key: str | None, path: str, body: dict[str, Any]) -> Genera
             if data == _DONE:
                 return
             chunk = json.loads(data)
-            if "error" in chunk:
-                raise ClientError(str(chunk["error"]["message"]))
+            if error := chunk.get("error"):
+                raise ClientError(str(error.get("message", error) if isinstance(error, dict) else error))
             yield chunk
     raise ClientError("the answer broke off")
 

@@ -112,11 +112,13 @@ def models_at(url: str, key: str | None) -> list[dict[str, str]]:
     """Return such rows of a running gateway, which tells its clients nothing of entries and Tritons.
 
     Raises:
-        ClientError: it cannot be asked, refuses, or is no gateway.
+        ClientError: it cannot be asked, refuses, has none, or is no gateway.
     """
     listed = fetch(url, key, "/v1/models").get("data", [{}])
     if not all("ready" in each for each in listed):
         raise ClientError(f"{url} does not tell of its models as a gateway does")
+    if not listed:
+        raise ClientError(f"{url} lists no models")
     return [
         {
             "model": each["id"],
@@ -163,20 +165,23 @@ async def prompt_of(settings: Settings, model: str, body: Any, *, timeout_s: flo
     """
     document = {"messages": body} if isinstance(body, list) else dict(body)
     known = TokenizeRequest.model_fields
-    document = {name: value for name, value in document.items() if name in known} | {"model": model}
-    requested = TokenizeRequest.read(json.dumps(document | {"return_token_strs": True}).encode(), Reading())
+    document = {name: value for name, value in document.items() if name in known}
+    text = json.dumps(document | {"model": model, "return_token_strs": True}).encode()
     async with probed(settings, timeout_s) as upstream:
         _check_any(upstream)
         card = upstream.model(model)
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        request = requested.tokenization(request_id="prompt", deadline=deadline)
         folder = card.settings.tokenizer
-        if card.ready or folder is None:
+        here = None if card.ready or folder is None else ModelText.read(Path(folder))
+        reads = card.template_reads if here is None or here.template is None else here.template.reads
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        requested = TokenizeRequest.read(text, Reading(reads=lambda _: reads))
+        request = requested.tokenization(request_id="prompt", deadline=deadline)
+        if here is None:
             return await upstream.tokenize(request)
         prompt = request.prompt
         if card.settings.system is not None:
             prompt = with_system(prompt, card.settings.system)
-        return ModelText.read(Path(folder)).tokens(structs.replace(request, prompt=prompt))
+        return here.tokens(structs.replace(request, prompt=prompt))
 
 
 def show(tokens: Tokens) -> str:

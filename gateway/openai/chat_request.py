@@ -196,13 +196,19 @@ Messages = Annotated[
 
 
 def conversation(
-    messages: Sequence[ChatMessage], offer: ToolOffer | None, switches: Mapping[str, Any] | None = None
+    messages: Sequence[ChatMessage],
+    offer: ToolOffer | None,
+    effort: str | None = None,
+    switches: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Return a request's `messages` as a conversation in which the tools of `offer` may be called."""
+    """Return a request's `messages` as a conversation in which the tools of `offer` may be called.
+
+    `effort` is one of the template's variables, too, and `switches` say more than it.
+    """
     return Conversation(
         tuple(message.message(f"messages.{at}") for at, message in enumerate(messages)),
         offer,
-        switches or {},
+        ({} if effort is None else {"reasoning_effort": effort}) | dict(switches or {}),
     )
 
 
@@ -260,8 +266,7 @@ class ChatRequest(AnyCompletionRequest):
     @cached_property
     def continued(self) -> Conversation:
         """The conversation and the tools."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return conversation(self.messages, self._offer(), effort | (self.chat_template_kwargs or {}))
+        return conversation(self.messages, self._offer(), self.reasoning_effort, self.chat_template_kwargs)
 
     def _offer(self) -> ToolOffer | None:
         """Return the tools offered to the model, and which of them it has to call.

@@ -11,8 +11,8 @@ from gateway.chat.conversation import chat_form
 from gateway.core.request import Conversation, Grammar, PlainText, TokenIds
 from gateway.core.upstream import Tokenization, Tokens
 from gateway.errors import InvalidRequestError
-from gateway.openai.chat_request import Messages, Switches, conversation
-from gateway.openai.document import Body, Items, at_most
+from gateway.openai.chat_request import Effort, Messages, Switches, conversation
+from gateway.openai.document import Body, Items, at_most, if_read
 from gateway.openai.params import TokenId
 from gateway.openai.structured import ResponseFormat, StructuredOutputs, format_grammar, one_grammar
 from gateway.openai.tools import Choice, Tools, offer_of_tools
@@ -24,6 +24,7 @@ _OF_MESSAGES: Final = (
     "response_format",
     "structured_outputs",
     "add_generation_prompt",
+    "reasoning_effort",
     "chat_template_kwargs",
 )
 
@@ -48,6 +49,7 @@ class TokenizeRequest(Body):
     add_special_tokens: Annotated[
         bool | None, Field(description="of a prompt: with the ids that begin every prompt; true unless given")
     ] = None
+    reasoning_effort: Annotated[Effort, if_read("reasoning_effort", "reasoning_effort")] = None
     chat_template_kwargs: Switches = None
     return_token_strs: Annotated[bool | None, Field(description="also tell how each token is shown")] = None
 
@@ -89,7 +91,7 @@ class TokenizeRequest(Body):
         if self.prompt is not None:
             return PlainText(self.prompt)
         offer = offer_of_tools(self.tools, self.tool_choice, single=False)
-        return conversation(self.messages or (), offer, self.chat_template_kwargs)
+        return conversation(self.messages or (), offer, self.reasoning_effort, self.chat_template_kwargs)
 
     @cached_property
     def _grammar(self) -> Grammar | None:

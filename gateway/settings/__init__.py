@@ -93,6 +93,7 @@ class Settings(BaseSettings):
     )
     upstreams: Upstreams = Field(
         ("127.0.0.1:8001",),
+        min_length=1,
         description="gRPC addresses of the Tritons, host:port, comma-separated; dns:///host:port stands for "
         "a Triton at each address of that name, looked up again and again",
     )

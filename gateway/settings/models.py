@@ -88,7 +88,7 @@ class ModelSettings(_Frozen):
     adapters: Names = Field(
         default=(), description="names of LoRA adapters in its backend, each a model of that name, too"
     )
-    upstreams: Upstreams | tuple[()] = Field(default=(), description="default: those of the settings")
+    upstreams: Upstreams = Field(default=(), description="default: those of the settings")
     dialect: Annotated[str, AfterValidator(_known_dialect)] = "auto"
     tokenizer: Annotated[str, AfterValidator(tokenizer_folder)] | None = None
     memory_gib: float | None = Field(
@@ -120,7 +120,7 @@ def _by_name(value: Any) -> Any:
             name: {"entry": name} | dict(given or {}) if isinstance(given, Mapping | None) else given
             for name, given in value.items()
         }
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not any(isinstance(each, dict | list) for each in value):
         return {name: {"entry": name} for name in value}
     return value
 

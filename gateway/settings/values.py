@@ -184,7 +184,7 @@ Workers = Annotated[int, BeforeValidator(_workers)]
 """A number of processes; read from `auto`, one that suits the machine."""
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Listed = Annotated[tuple[T, ...], NoDecode, BeforeValidator(split)]
-Upstreams = Annotated[Listed[Annotated[str, AfterValidator(_upstream)]], Field(min_length=1)]
+Upstreams = Listed[Annotated[str, AfterValidator(_upstream)]]
 Address = Annotated[str, AfterValidator(_address)]
 Files = Listed[Annotated[str, AfterValidator(_file)]]
 Names = Listed[Annotated[str, Field(min_length=1)]]

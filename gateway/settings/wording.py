@@ -12,6 +12,7 @@ _KINDS: Final[Mapping[str, str]] = {
     "model_attributes_type": "a mapping is needed",
     "list_type": "a list is needed",
     "tuple_type": "a list is needed",
+    "frozen_set_type": "a list is needed",
     "int_parsing": "a whole number is needed",
     "int_type": "a whole number is needed",
     "int_from_float": "a whole number is needed",

@@ -149,3 +149,37 @@ async def test_calls_are_shown_and_their_results_go_back(opened: Opened) -> None
         assert [message.content for message in asked.messages if message.role == "tool"] == ["rain", "sun"]
         assert asked.messages[0].content == "Be brief."
         assert (seen[1].temperature, seen[1].max_tokens) == (0.5, 9)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_call_without_a_result_is_not_sent_back(opened: Opened, stopped: bool) -> None:
+    """Models take each call with its result: a question in its place failed, and so did all later ones."""
+    seen: list[Generation] = []
+    hang = asyncio.Event()
+
+    async def script(request: Generation) -> AsyncGenerator[Event, None]:
+        seen.append(request)
+        if len(seen) > 1:
+            answer = say("It rains.")
+        else:
+            answer = pieces("I look.", CallPart("weather", '{"city":'), finish="tool_calls")
+        async for event in answer:
+            if stopped and getattr(event, "finish_reason", None) == "tool_calls":
+                await hang.wait()
+            yield event
+
+    async with opened(script) as (page, _):
+        await page.click("#open-settings")
+        await page.fill("#tools", json.dumps(TOOLS))
+        await page.click("#settings .main")
+        await ask(page, "Weather?")
+        await page.locator(".call .name").wait_for()
+        if stopped:
+            await page.keyboard.press("Escape")
+        await answered(page)
+        await ask(page, "Never mind.")
+        await answered(page, 2)
+        asked = seen[1].prompt
+        assert isinstance(asked, Conversation)
+        assert [each.content for each in asked.messages] == ["Weather?", "I look.", "Never mind."]
+        assert not any(each.calls for each in asked.messages)

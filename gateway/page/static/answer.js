@@ -1,12 +1,12 @@
 // One answer of a model: what is sent for it, and how its chunks come together.
 import { failure, stream } from "./api.js";
 
-/** Return what the model is sent: the system prompt and every message that says something. */
+/** Return what the model is sent: the system prompt and every message that says something. A call without its result is refused. */
 export function history({ system, messages }) {
   const sent = system ? [{ role: "system", content: system }] : [];
-  for (const { role, content, tool_calls, tool_call_id } of messages) {
+  for (const [at, { role, content, tool_calls, tool_call_id }] of messages.entries()) {
     if (role === "tool") sent.push({ role, content, tool_call_id });
-    else if (tool_calls?.length) sent.push({ role, content: content || null, tool_calls });
+    else if (messages[at + 1]?.role === "tool") sent.push({ role, content: content || null, tool_calls });
     else if (content) sent.push({ role, content });
   }
   return sent;

@@ -17,6 +17,7 @@ from wire.meta import Segment
 BERLIN = CallPart("weather", '{"city": "Berlin"}')
 TOOLS = ("weather", "time")
 
+OBJECT = '{"name": "weather", "arguments": {"city": "Berlin"}}'
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>',
     "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Berlin</arg_value>\n</tool_call>",
@@ -76,6 +77,8 @@ def test_text_before_a_call_stays(style: str) -> None:
     ("style", "text"),
     [
         ("hermes", CALLS["hermes"] + "\n" + CALLS["hermes"].replace("weather", "time")),
+        ("hermes", f"<tool_call>\n[{OBJECT},\n{OBJECT.replace('weather', 'time')}]\n</tool_call>"),
+        ("hermes", f"<tool_call>\n{OBJECT}\n{OBJECT.replace('weather', 'time')}\n</tool_call>"),
         ("glm45", CALLS["glm45"] + "\n" + CALLS["glm45"].replace("weather", "time")),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Berlin"}[TOOL_CALLS]time[ARGS]{"city": "Berlin"}'),
         ("llama3", CALLS["llama3"] + "; " + CALLS["llama3"].replace("weather", "time")),
@@ -83,7 +86,8 @@ def test_text_before_a_call_stays(style: str) -> None:
     ],
 )
 def test_several_calls(style: str, text: str) -> None:
-    _, said, calls = read(text, style)
+    _, said, calls = whole = read(text, style)
+    assert whole == read(text, style, range(len(text)))
     assert (said, [call.name for call in calls]) == ("", ["weather", "time"])
     assert [json.loads(call.arguments) for call in calls] == [{"city": "Berlin"}] * 2
 
@@ -275,6 +279,8 @@ WRITTEN = {
         '"id": 1',
         "</tool_call>",
         "<tool_call>",
+        OBJECT,
+        "]",
     ],
     "qwen3coder": [
         CALLS["qwen3coder"],

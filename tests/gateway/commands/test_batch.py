@@ -1,6 +1,9 @@
 import asyncio
 import fcntl
+import io
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,6 +14,7 @@ from click.testing import CliRunner
 
 from gateway.cli import main
 from gateway.commands import batch
+from gateway.commands.progress import Progress
 from gateway.core.events import Event
 from gateway.core.request import Generation
 from gateway.errors import UnavailableError
@@ -182,6 +186,14 @@ def test_wrong_output_is_left_alone(tmp_path: Path) -> None:
     assert f"cannot write {absent}: No such file" in run(source, absent, "--url", "http://127.0.0.1:9")[1]
 
 
+def test_a_pipe_is_no_output(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    status, text = run(write(tmp_path / "in", line("a")), f"/dev/fd/{writer}")
+    os.close(reader)
+    os.close(writer)
+    assert (status, "not seekable" in text) == (1, True), text
+
+
 async def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = write(tmp_path / "in.jsonl", line("a")), tmp_path / "out.jsonl"
     monkeypatch.setattr(batch, "open_output", lambda *_, **__: (open("/dev/full", "wb"), set(), 0))  # noqa: PTH123, SIM115
@@ -190,6 +202,50 @@ async def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert status == 1
     assert output.splitlines()[-1] == f"Error: cannot write {target}: No space left on device"
     assert "Traceback" not in output
+
+
+async def test_a_line_that_was_not_asked_for_is_no_success(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.write_text(("\n" * 100_000).join(json.dumps(line(name)) for name in "abc"))
+
+    def script(_: Generation) -> AsyncGenerator[Event, None]:
+        os.truncate(source, 50_000)
+        return say("yes")
+
+    async with on_socket(FakeUpstream(script)) as served:
+        status, text = await ask(served, source, out, "--at-once", "1")
+    assert (status, "1 of 3 done, 0 failed" in text) == (1, True), text
+
+
+class Interrupted(io.BytesIO):
+    """A file that is being written as Ctrl-C comes."""
+
+    def write(self, data: Any, /) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return super().write(data)
+
+
+class Answered(batch.Batch):
+    """Has had answers to all that was asked."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__("http://nobody", None, iter(()), at_once=1, attempts=1)
+        self.left = [batch._output(batch.Line(name, CHAT, {}), {"status_code": 200}, None) for name in names]
+
+    @property
+    def running(self) -> bool:
+        return bool(self.left)
+
+    def result(self) -> dict[str, Any]:
+        return self.left.pop(0)
+
+
+def test_an_answer_that_ctrl_c_meets_is_written() -> None:
+    out, counts = Interrupted(), batch._Counts(total=3, done=0, failed=0)
+    with Progress() as progress:
+        stopped = batch.run(Answered("abc"), out, counts, progress)
+    written = [json.loads(each)["custom_id"] for each in out.getvalue().splitlines()]
+    assert (stopped, written) == (True, ["a", "b"])  # the second Ctrl-C drops the rest
 
 
 async def test_ctrl_c_lets_finish_what_was_asked(tmp_path: Path) -> None:

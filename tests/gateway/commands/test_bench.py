@@ -12,6 +12,7 @@ from gateway.commands.bench import Measured, plot, table
 from gateway.commands.load_rows import summarise
 from gateway.core.events import Event
 from gateway.core.request import Generation
+from gateway.errors import UnavailableError
 from tests.gateway.commands.test_load_rows import answer
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import on_socket, until
@@ -126,6 +127,19 @@ async def test_ctrl_c_shows_what_was_measured() -> None:
         out, errors = await process.communicate()
     assert (process.returncode, b"Traceback" in errors) == (130, False), errors
     assert b"1 client, 64 in, 2 out" in out
+
+
+async def test_a_load_that_fails_as_a_whole_shows_what_was_measured_before() -> None:
+    def script(request: Generation) -> AsyncGenerator[Event, None]:
+        if request.max_tokens == 3:
+            raise UnavailableError("away", reason="not_ready")
+        return counted(request)
+
+    async with on_socket(FakeUpstream(script)) as served:
+        grid = ["--out", "2,3", "--clients", "1", "--processes", "1"]
+        status, text = await asyncio.to_thread(run, served.http.base_url, *grid)
+    assert (status, "Error: all 1 requests failed, the first: status 503" in text) == (1, True), text
+    assert "1 client, 64 in, 2 out" in text
 
 
 def test_the_table_and_the_plot_are_aligned() -> None:

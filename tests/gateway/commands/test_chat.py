@@ -174,6 +174,25 @@ async def test_a_conversation(tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["messages"]) == 4
 
 
+async def test_a_file_that_cannot_be_loaded_ends_no_conversation(tmp_path: Path) -> None:
+    picture, deep = tmp_path / "picture.png", tmp_path / "deep.json"
+    picture.write_bytes(b"\x89PNG")
+    deep.write_text("[" * 100_000)
+    upstream = FakeUpstream()
+    async with on_socket(upstream) as served, terminal(served) as chat:
+        await chat.type("hi\n")
+        await chat.shows("3 tokens")
+        for file in (picture, deep):
+            await chat.type(f"/load {file}\n")
+            await chat.shows("Error: this is no conversation")
+        await chat.type("/load ~nobody-here/talk.json\n")
+        await chat.shows("Error: ")
+        await chat.type("on\n")
+        await chat.shows("3 tokens")
+        await chat.type("/quit\n")
+    assert said(upstream.requests[1]) == ["hi", "Hello world", "on"]
+
+
 async def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
     async def forever(_: Generation) -> AsyncGenerator[Event, None]:
         async for event in say(*["word "] * 100_000, gap_s=0.01):

@@ -1,4 +1,7 @@
 import asyncio
+import io
+import json
+from typing import Any
 
 import pytest
 
@@ -27,6 +30,28 @@ async def test_a_refused_stream_is_an_error() -> None:
     async with on_socket(FakeUpstream()) as served:
         with pytest.raises(ClientError, match=r"temperature.*\(400\)"):
             await asyncio.to_thread(streamed, str(served.http.base_url), temperature=9)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "told"),
+    [
+        ({"error": {"message": "full"}}, "full"),
+        ({"error": "full"}, "full"),
+        ({"error": {"code": 7}}, "{'code': 7}"),
+        ({"error": None, "choices": []}, "the answer broke off"),
+    ],
+)
+def test_the_errors_of_other_endpoints_are_told(
+    chunk: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Streamed(io.BytesIO):
+        status = 200
+
+    sent = Streamed(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+    monkeypatch.setattr("gateway.commands.endpoint._response", lambda *_: sent)
+    with pytest.raises(ClientError) as ended:
+        list(events("http://endpoint", None, CHAT, {}))
+    assert str(ended.value) == told
 
 
 @pytest.mark.parametrize(

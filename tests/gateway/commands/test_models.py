@@ -82,6 +82,24 @@ async def test_a_prompt_is_rendered_here_where_no_triton_is(tokenizer: str) -> N
         await prompt_of(settings(upstreams=[NOWHERE], models=models), "s", ASK, timeout_s=0.2)
 
 
+@pytest.mark.parametrize("away", [True, False])
+async def test_a_prompt_has_what_its_template_reads(tokenizer: str, away: bool) -> None:
+    template = "{% for each in messages %}({{ each.reasoning }}){{ each.content }}{% endfor %}{{ quiet }}"
+    (Path(tokenizer) / "chat_template.jinja").write_text(template)
+    answer = {"role": "assistant", "content": "yes", "reasoning": "Hm."}
+    body = {"messages": [*ASK, answer, *ASK], "chat_template_kwargs": {"quiet": "sh", "other": 1}}
+    triton = FakeTriton()
+    triton.models = {"q": FakeModel(inputs=("text_input", "sampling_parameters"))}
+    await triton.start()
+    try:
+        models: dict[str, Any] = {"q": {"tokenizer": tokenizer}}
+        given = settings(upstreams=[NOWHERE if away else triton.address], models=models)
+        tokens = await prompt_of(given, "q", body, timeout_s=0.2 if away else 10)
+    finally:
+        await triton.stop()
+    assert show(tokens).startswith("()hi(Hm.)yes()hish\n")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -134,3 +152,9 @@ def test_an_endpoint_that_is_no_gateway_is_told(listed: Any, monkeypatch: pytest
     monkeypatch.setattr("gateway.commands.models.fetch", lambda *_: listed)
     done = CliRunner().invoke(main, ["models", "http://endpoint"])
     assert done.output == "Error: http://endpoint does not tell of its models as a gateway does\n"
+
+
+def test_a_gateway_without_models_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.commands.models.fetch", lambda *_: {"data": []})
+    done = CliRunner().invoke(main, ["models", "http://gateway"])
+    assert (done.exit_code, done.output) == (1, "Error: http://gateway lists no models\n")

@@ -149,9 +149,11 @@ def test_as_many_ids_as_a_context_holds_are_taken() -> None:
 def test_switches_of_the_template_are_as_in_a_chat() -> None:
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     body["chat_template_kwargs"] = {"enable_thinking": False, "other": 1}
-    reading = Reading(reads=lambda _: frozenset({"enable_thinking"}))
+    body["reasoning_effort"] = "low"
+    reading = Reading(reads=lambda _: frozenset({"enable_thinking", "reasoning_effort"}))
     asked = TokenizeRequest.read(json.dumps(body).encode(), reading)
     prompt = asked.tokenization(request_id="r", deadline=0).prompt
     assert isinstance(prompt, Conversation)
-    assert prompt.switches == {"enable_thinking": False}
+    assert prompt.switches == {"reasoning_effort": "low", "enable_thinking": False}
     assert list(reading.ignored) == ["chat_template_kwargs.other"]
+    assert prompt.switches == ChatRequest.read(json.dumps(body).encode(), reading).continued.switches

@@ -59,6 +59,8 @@ def test_every_fault_is_named_with_file_model_and_key(tmp_path: Path) -> None:
         "a": {"dialect": "nope", "tokenizer": "/nowhere", "defaults": {"top_p": 2, "temprature": 1}},
         "b": {"limits": {"n": 0}, "uptreams": ["x:1"]},
         "c": 3,
+        "d": {"upstreams": 5},
+        "e": {"upstreams": ["a:1", "b"]},
     }
     path = file_of(tmp_path, {"models": models})
     assert [line.partition(" (from ") for line in faults(models_file=path)] == [
@@ -71,6 +73,8 @@ def test_every_fault_is_named_with_file_model_and_key(tmp_path: Path) -> None:
             "models.b.limits.n: Input should be greater than or equal to 1",
             "models.b.uptreams: unknown key; did you mean upstreams?",
             "models.c: a mapping is needed",
+            "models.d.upstreams: a list is needed",
+            "models.e.upstreams.1: 'b' is not host:port",
         )
     ]
 
