@@ -6,9 +6,10 @@ first already, and the end of the answer may stand for the second. Calls are wri
 
 A call counts if its tool was offered. It is certain, and reported as it is written, once its name and the
 beginning of its arguments were read. What was reported cannot be taken back: arguments that break off, or
-that their closing mark interrupts, stay as the model wrote them, and what follows is text. Everything else is
-text, too: nothing of an answer is lost but marks, also one that the answer's end cuts, and white space around
-them. What may still become a mark is held back, and the result does not depend on how the text was cut.
+that their closing mark interrupts, stay as the model wrote them, and what follows is text. Where values have
+no quotes, one that the answer's end cuts is a string that breaks off. Everything else is text, too: nothing
+of an answer is lost but marks, also one that the answer's end cuts, and white space around them. What may
+still become a mark is held back, and the result does not depend on how the text was cut.
 """
 
 import enum
@@ -255,7 +256,7 @@ class MarkedText:
 
     def _read_arguments(self, pieces: list[Piece], *, over: bool) -> None:
         arguments = cast("Arguments", self._arguments)
-        written, self._unread = arguments.take(self._unread)
+        written, self._unread = arguments.take(self._unread, over=over)
         if arguments.complete or arguments.broken:
             self._state = _State.CALLED
             if arguments.broken:
@@ -263,7 +264,7 @@ class MarkedText:
             if self._single:
                 self._state, self._unread = _State.OVER, ""
         elif over:
-            written, self._unread, self.cut = written + self._unread, "", True
+            self.cut = True
         if written:
             pieces.append(CallPart(self._name, written))
             self._name = None

@@ -24,8 +24,7 @@ A call whose name comes first is read as it is written, its arguments unchanged.
 values are not JSON, the tool's schema says which are strings; of others, what reads as JSON is that, and so
 are Python's words, which Qwen3-Coder's template writes. That model often leaves out `<tool_call>`, which then
 is not missed, and sometimes `</function>`. Mistral's marks within a call may be missing: vLLM's tokenizer for
-these models leaves them out. Between the marks of hermes there may be several objects, or a
-list of them.
+these models leaves them out. Between hermes's marks there may be several objects, or a list of them.
 """
 
 import enum
@@ -73,10 +72,10 @@ class Arguments(Protocol):
     broken: bool
     """Whether what came is none of theirs, before their end."""
 
-    def take(self, text: str) -> tuple[str, str]:
+    def take(self, text: str, *, over: bool) -> tuple[str, str]:
         """Take more; return the arguments in it, as JSON, and what of `text` was not read: to be given again.
 
-        What may be the beginning of a mark is not read.
+        What may be the beginning of a mark is not read. `over`: no more comes, and the JSON may break off.
         """
         ...
 
@@ -93,7 +92,7 @@ class ObjectArguments:
         self._end = JsonEnd()
         self.complete = self.broken = False
 
-    def take(self, text: str) -> tuple[str, str]:
+    def take(self, text: str, *, over: bool) -> tuple[str, str]:
         """See `Arguments.take`."""
         read = 0
         while True:
@@ -105,7 +104,7 @@ class ObjectArguments:
                 return text[: read + end], text[read + end :]
             read = stop
             if place < 0:
-                return text[:read], text[read:]
+                return (text, "") if over else (text[:read], text[read:])
             if not self._end.in_string:
                 self.broken = True
                 return text[:read], text[read:]
@@ -132,7 +131,7 @@ class PairArguments:
         """So many were read; None: the object was not opened yet."""
         self.complete = self.broken = False
 
-    def take(self, text: str) -> tuple[str, str]:
+    def take(self, text: str, *, over: bool) -> tuple[str, str]:
         """See `Arguments.take`."""
         written = "{" if self._pairs is None else ""
         self._pairs = self._pairs or 0
@@ -149,7 +148,13 @@ class PairArguments:
             self.complete = True
             return written + "}", said if said.startswith(self._mark) else said.removeprefix(self.end)
         self.broken = not (self.may_be_pair(said) or self._mark.startswith(said) or self.end.startswith(said))
-        return written, text
+        if self.broken or not over:
+            return written, text
+        text = text[: len(text) - possible_beginning(text, self.closing)] + self.closing
+        if (pair := self.pair.match(text)) is not None:  # its value breaks off
+            key, value = (json.dumps(each, ensure_ascii=False) for each in (pair[1].strip(), pair[2]))
+            written += f"{', ' if self._pairs else ''}{key}: {value[:-1]}"
+        return written, ""
 
     @staticmethod
     def may_be_pair(text: str) -> bool:
@@ -376,9 +381,8 @@ def _begins_function(text: str) -> bool:
 
 def _begins_line(text: str) -> bool:
     name, line, arguments = text.partition("\n")
-    if _NAME.fullmatch(name) is None:
-        return False
-    return not line or not arguments.strip() or arguments.lstrip().startswith("{")
+    begun = not line or arguments.lstrip()[:1] in ("", "{")
+    return begun and _NAME.fullmatch(name) is not None
 
 
 def _begins_named(text: str) -> bool:

@@ -194,9 +194,10 @@ def _turn(item: _Object | tuple[str, str]) -> Turn:
         raise _unreadable("role objects and pairs are mixed in it")
     tools = item.tools
     try:
-        if isinstance(tools, str):
-            tools = decode_bounded(_tools_decoder, tools.encode())
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        if tools is not None:  # a literal's may have what JSON has not, such as sets
+            written = tools if isinstance(tools, str) else json.dumps(tools, ensure_ascii=False)
+            tools = decode_bounded(_tools_decoder, written.encode())
+    except (msgspec.DecodeError, UnicodeEncodeError, TypeError, RecursionError) as error:
         raise _unreadable(f"tools: {error}") from error
     if _depth_exceeds(tools, MAX_DEPTH):
         raise _unreadable("its tools nest too deeply")

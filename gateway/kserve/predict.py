@@ -24,6 +24,7 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic.alias_generators import to_camel
 from starlette.responses import Response
@@ -79,12 +80,26 @@ class _Message(BaseModel):
         alias_generator=AliasGenerator(validation_alias=lambda name: AliasChoices(name, to_camel(name))),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, document: Any) -> Any:
+        """Leave out fields that are null: protobuf's JSON may say so of any."""
+        if not isinstance(document, dict):
+            return document
+        return {name: value for name, value in document.items() if value is not None}
+
 
 class TensorContents(_Message):
     """The elements, in the field for their datatype."""
 
     bytes_contents: Items[Base64] = Field((), description="of BYTES: each element in base64")
     int_contents: Items[Int16] = Field((), description="of INT16")
+    bool_contents: NoContents = None
+    int64_contents: NoContents = None
+    uint_contents: NoContents = None
+    uint64_contents: NoContents = None
+    fp32_contents: NoContents = None
+    fp64_contents: NoContents = None
 
 
 class InputTensorMessage(_Message, InputTensor):

@@ -2,8 +2,8 @@
 
 import struct
 from base64 import b64encode
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 from pydantic import Field, Tag
@@ -29,6 +29,14 @@ Inputs = Annotated[
 
 class EmbeddingsRequest(Body):
     """A request for vectors. Null means absent everywhere."""
+
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "add_special_tokens": True,
+        "embed_dtype": "float32",
+        "endianness": "little",
+        "normalize": True,
+        "truncate_prompt_tokens": None,
+    }
 
     input: Annotated[Inputs, Field(description="one text, the ids of one, or a list of either")]
     encoding_format: Annotated[

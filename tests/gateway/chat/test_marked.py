@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from gateway.chat.marked import MARKS, MarkedChoice, MarkedText
 from gateway.chat.styles import STYLES
@@ -377,6 +378,18 @@ PAIR_FORMS = {
     "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
     "qwen3coder": "<parameter={}>\n{}\n</parameter>\n",
 }
+
+
+@pytest.mark.parametrize("style", PAIR_FORMS)
+def test_a_value_without_quotes_that_is_cut_is_a_string_that_breaks_off(style: str) -> None:
+    text = CALLS[style]
+    begun = [call for at in range(len(text)) for call in read(text[:at], style)[2]]
+    assert {call.name for call in begun} == {"weather"}
+    for call in begun:
+        city = from_json(call.arguments, allow_partial="trailing-strings").get("city", "")
+        assert "Berlin".startswith(city)
+    assert CallPart("weather", '{"city": "Ber') in begun
+    assert read(text[: text.index("lin")], style, range(100))[2] == [CallPart("weather", '{"city": "Ber')]
 
 
 STRINGS = {"file": False, "city": False, "none": False, "code": True, "zip": True}

@@ -2,6 +2,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncGenerator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -65,12 +66,24 @@ def test_what_protobuf_itself_writes_is_read() -> None:
     message = service_pb2.ModelInferRequest(model_name="m", id="7")
     message.inputs.add(name="prompt", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"\xfb\xff")
     message.outputs.add(name="response")
-    for names in (True, False):
-        body = json_format.MessageToJson(message, preserving_proto_field_name=names)
+    for names, empty in product((True, False), repeat=2):
+        body = json_format.MessageToJson(
+            message, preserving_proto_field_name=names, always_print_fields_with_no_presence=empty
+        )
         prediction = read_predict_request(body.encode())
         assert prediction.inputs[0].values == [b"\xfb\xff"]
     unpadded = tensor(contents={"bytes_contents": ["-_8"]})
     assert read(inputs=[unpadded]).inputs[0].values == [b"\xfb\xff"]
+
+
+def test_null_is_an_absent_field_as_protobuf_reads_it() -> None:
+    contents = {"bytes_contents": [b64("x")], "int_contents": None, "fp32Contents": None}
+    nulls = dict.fromkeys(("id", "modelVersion", "outputs", "parameters", "raw_input_contents"))
+    document = {**predict_body(), "inputs": [tensor(contents=contents)], **nulls}
+    body = json.dumps(document)
+    json_format.Parse(body, service_pb2.ModelInferRequest())
+    without = [tensor(contents={"bytes_contents": [b64("x")]})]
+    assert read_predict_request(body.encode()) == read(model_name="glm", inputs=without)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
+import json
+
 import pytest
 
 from gateway.core.upstream import Vector
 from gateway.errors import InvalidRequestError
+from gateway.openai.document import Reading
 from gateway.openai.embeddings import EmbeddingsRequest, embeddings_answer
 
 
@@ -21,6 +24,27 @@ def test_nothing_cannot_be_embedded(given: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         EmbeddingsRequest.read(b'{"model":"m","input":' + given.encode() + b"}")
     assert (caught.value.param or "").startswith("input")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("add_special_tokens", False, True),
+        ("embed_dtype", "float16", "float32"),
+        ("endianness", "big", "little"),
+        ("normalize", False, True),
+        ("truncate_prompt_tokens", 8, None),
+    ],
+)
+def test_what_would_change_a_vector_is_refused(name: str, value: object, neutral: object) -> None:
+    def read_body(given: object) -> EmbeddingsRequest:
+        body = json.dumps({"model": "m", "input": "a", name: given})
+        return EmbeddingsRequest.read(body.encode(), Reading())
+
+    read_body(neutral)
+    with pytest.raises(InvalidRequestError, match=f"The parameter {name} is not supported") as caught:
+        read_body(value)
+    assert caught.value.param == name
 
 
 def test_vectors_are_written_as_asked() -> None:
