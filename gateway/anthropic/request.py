@@ -54,7 +54,7 @@ from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopStrings, TokenBound
 from gateway.openai.structured import Schema, schema_grammar, shallow
 from gateway.openai.tools import CallId, ChoiceMode, Function, ToolName, offer_of
-from wire.limits import TOOLS_LIMIT
+from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
 
 
 class TextInput(Strict, place="messages.content"):
@@ -352,8 +352,8 @@ class ConversationRequest(Body):
 class MessagesRequest(ConversationRequest, GenerationRequest):
     """A request for a message. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = {"compaction": None, THREAD: None}
-    refusals: ClassVar[dict[str, str]] = ConversationRequest.refusals | {
+    unsupported: ClassVar[Mapping[str, Any]] = {"compaction": None, "n": 1, THREAD: None}
+    refusals: ClassVar[dict[str, str]] = {
         "compaction": "asks for a summary in place of an answer, which this server does not make",
         THREAD: "needs a server that keeps conversations, which this one does not: "
         "send the whole conversation in messages",
@@ -376,6 +376,9 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
         super().check()
+        if len(self.sampling()["stop"]) > STOPS_LIMIT:
+            message = f"stop_sequences and stop have more than {STOPS_LIMIT} strings together."
+            raise InvalidRequestError(message, param="stop_sequences")
         last = len(self.messages) - 1
         if self.messages[last].role == "assistant":
             raise InvalidRequestError(

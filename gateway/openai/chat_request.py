@@ -25,7 +25,6 @@ from gateway.openai.document import (
 )
 from gateway.openai.images import ImagePart, images_of, joined
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
-from gateway.openai.structured import OTHERS_GRAMMARS
 from gateway.openai.tools import (
     Choice,
     FunctionCall,
@@ -223,16 +222,11 @@ class ChatRequest(AnyCompletionRequest):
         "continue_final_message": False,
         "documents": None,
         "echo": False,
-        "ebnf": None,
-        "grammar": None,
-        "json_schema": None,
         "max_output_tokens": None,
         "modalities": ["text"],
-        "regex": None,
         "web_search_options": None,
     }
     refusals: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex"), OTHERS_GRAMMARS),
         "max_output_tokens": "belongs to /v1/responses: give max_completion_tokens",
     }
 

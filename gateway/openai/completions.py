@@ -75,7 +75,15 @@ Prompts = Annotated[
 class CompletionRequest(AnyCompletionRequest):
     """A text completion request. Null means absent everywhere."""
 
-    unsupported: ClassVar[Mapping[str, Any]] = {"add_special_tokens": True, "suffix": ""}
+    unsupported: ClassVar[Mapping[str, Any]] = {
+        "add_special_tokens": True,
+        "max_completion_tokens": None,
+        "max_output_tokens": None,
+        "suffix": "",
+    }
+    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("max_completion_tokens", "max_output_tokens"), "belongs to other routes: give max_tokens"
+    )
     subject: ClassVar[str] = "prompt"
 
     prompt: Annotated[Prompts, Field(description="one text, the ids of one, or a list of either")]

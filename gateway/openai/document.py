@@ -138,7 +138,7 @@ class Strict(BaseModel):
     """Keys that would change the answer and are not supported, each with the value that has no effect. Those
     of bases are among them, but for what is a field here."""
     refusals: ClassVar[Mapping[str, str]] = {}
-    """Why some of them are not supported, and what to do instead."""
+    """Why some of them are not supported, and what to do instead; those of bases, too."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Keys that are ignored, each with the value that means what happens anyway and is not named."""
 
@@ -150,10 +150,13 @@ class Strict(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Add what its bases do not support."""
-        bases = (vars(base).get("unsupported", {}) for base in reversed(cls.__mro__))
-        inherited = {name: neutral for each in bases for name, neutral in each.items()}
-        cls.unsupported = {name: each for name, each in inherited.items() if name not in cls.model_fields}
+        """Add what its bases do not support, and why."""
+        inherited: list[dict[str, Any]] = []
+        for kept in ("unsupported", "refusals"):
+            bases = (vars(base).get(kept, {}) for base in reversed(cls.__mro__))
+            inherited.append({name: each for base in bases for name, each in base.items()})
+        neutral, cls.refusals = inherited
+        cls.unsupported = {name: each for name, each in neutral.items() if name not in cls.model_fields}
 
     @classmethod
     def keys_in(cls, document: dict[str, Any]) -> frozenset[str]:

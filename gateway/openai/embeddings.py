@@ -33,7 +33,6 @@ class EmbeddingsRequest(Body):
     unsupported: ClassVar[Mapping[str, Any]] = {
         "add_special_tokens": True,
         "embed_dtype": "float32",
-        "endianness": "little",
         "normalize": True,
         "truncate_prompt_tokens": None,
     }
@@ -41,6 +40,9 @@ class EmbeddingsRequest(Body):
     input: Annotated[Inputs, Field(description="one text, the ids of one, or a list of either")]
     encoding_format: Annotated[
         Literal["float", "base64"] | None, Field(description="base64: of little-endian float32")
+    ] = None
+    endianness: Annotated[
+        Literal["native", "little"] | None, Field(description="of base64, which is little-endian")
     ] = None
     dimensions: Annotated[int | None, Field(ge=1, le=INT64_MAX)] = None
     user: Annotated[str | None, BOOKKEEPING] = None

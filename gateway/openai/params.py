@@ -113,15 +113,23 @@ class GenerationRequest(Body, ABC):
 
     unsupported: ClassVar[Mapping[str, Any]] = {
         "detokenize": True,
+        "ebnf": None,
+        "grammar": None,
+        "json_schema": None,
         "length_penalty": 1.0,
         "logits_processors": None,
         "logprob_token_ids": None,
         "prompt_embeds": None,
+        "regex": None,
         "repetition_detection": None,
         "spaces_between_special_tokens": True,
         "truncation_side": "left",
         "use_beam_search": False,
     }
+    refusals: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("ebnf", "grammar", "json_schema", "regex"),  # of other servers
+        "is not supported: give structured_outputs or response_format",
+    )
     defaults: ClassVar[Mapping[str, Any]] = {
         "enable_thinking": True,
         "include_reasoning": True,

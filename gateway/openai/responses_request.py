@@ -359,7 +359,6 @@ class ResponsesRequest(_InputRequest, GenerationRequest):
         "response_format": None,
     }
     refusals: ClassVar[Mapping[str, str]] = {
-        **_InputRequest.refusals,
         **dict.fromkeys(
             ("function_call", "functions"), "belongs to chat completions: give tools and tool_choice"
         ),

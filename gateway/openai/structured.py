@@ -150,9 +150,6 @@ Rules = Annotated[
 ]
 
 
-OTHERS_GRAMMARS: Final = "is not supported: give structured_outputs or response_format"
-"""Of fields in which other servers take a grammar of the answer."""
-
 WAYS: Final = ("json", "regex", "choice", "grammar")
 """The keys of structured outputs, and what follows `guided_` in their older names."""
 

@@ -127,6 +127,8 @@ def test_choices_are_one_unless_asked_for() -> None:
         ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
         ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
         ({"suffix": "x"}, "suffix"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"best_of": 2}, "best_of"),

@@ -31,7 +31,6 @@ def test_nothing_cannot_be_embedded(given: str) -> None:
     [
         ("add_special_tokens", False, True),
         ("embed_dtype", "float16", "float32"),
-        ("endianness", "big", "little"),
         ("normalize", False, True),
         ("truncate_prompt_tokens", 8, None),
     ],
@@ -45,6 +44,13 @@ def test_what_would_change_a_vector_is_refused(name: str, value: object, neutral
     with pytest.raises(InvalidRequestError, match=f"The parameter {name} is not supported") as caught:
         read_body(value)
     assert caught.value.param == name
+
+
+def test_base64_has_one_endianness() -> None:
+    assert [read(input="a", endianness=each).endianness for each in ("native", "little", None)]
+    with pytest.raises(InvalidRequestError) as caught:
+        EmbeddingsRequest.read(b'{"model":"m","input":"a","endianness":"big"}')
+    assert caught.value.param == "endianness"
 
 
 def test_vectors_are_written_as_asked() -> None:
