@@ -1,7 +1,7 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
 import { Failure, call, failure } from "./api.js";
-import { by, download, h, sends, toast } from "./dom.js";
+import { by, composing, download, h, sends, toast } from "./dom.js";
 import { messageElement } from "./messages.js";
 import { all, choice, follow, newId, put, remove } from "./store.js";
 import { t } from "./words.js";
@@ -259,7 +259,7 @@ by("new").addEventListener("click", () => {
 });
 by("search").addEventListener("input", showList);
 by("search").addEventListener("keydown", (event) => {
-  if (event.key === "ArrowDown" || event.key === "Enter") { event.preventDefault(); by("list").querySelector("a")?.focus(); }
+  if (!composing(event) && (event.key === "ArrowDown" || event.key === "Enter")) { event.preventDefault(); by("list").querySelector("a")?.focus(); }
 });
 by("list").addEventListener("keydown", (event) => {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
