@@ -59,6 +59,12 @@ async def test_they_are_kept_found_renamed_exported_and_deleted(opened: Opened) 
         await expect(links).to_have_text(["pears"])
 
 
+async def test_a_title_ends_with_a_whole_character(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page, "a" * 59 + "😀 and more")
+        await expect(page.locator("#list a")).to_have_text("a" * 59 + "😀")
+
+
 async def test_who_goes_on_at_once_keeps_the_focus(opened: Opened) -> None:
     """What the browser keeps is written later; the page is not moved by that."""
     async with opened(echo) as (page, _):

@@ -239,7 +239,7 @@ by("composer").addEventListener("submit", (event) => {
   if (!text || running.has(current)) return;
   question.value = "";
   fit();
-  current.title ||= text.split("\n")[0].slice(0, 60);
+  current.title ||= [...text.split("\n")[0]].slice(0, 60).join("");
   current.messages.push({ role: "user", content: text });
   answer(current);
 });
