@@ -190,6 +190,25 @@ async def test_a_tab_follows_what_another_one_writes(opened: Opened) -> None:
         await expect(other.locator(".said")).to_have_text(["one", "two", "three", "four"])
 
 
+async def test_what_another_tab_deletes_is_gone(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        for text in ("one", "two"):
+            await page.click("#new")
+            await ask(page, text)
+            await answered(page)
+        other = await second_tab(page, "two")
+        await other.click("#delete")
+        await expect(page.locator("#list a")).to_have_text(["one"])
+        await expect(page.locator("#log article")).to_have_count(0)
+        await other.get_by_role("button", name="Undo").click()
+        await expect(page.locator("#list a")).to_have_text(["two", "one"])
+        await page.get_by_role("link", name="two").click()
+        await page.get_by_role("button", name="Edit").click()
+        await other.click("#delete")
+        await page.press(".editing textarea", "Enter")  # what was being written goes on
+        await expect(other.locator("#list a")).to_have_text(["two", "one"])
+
+
 async def test_two_tabs_that_write_at_once_keep_both(opened: Opened) -> None:
     def script(request: Generation) -> AsyncGenerator[Event, None]:
         assert isinstance(request.prompt, Conversation)

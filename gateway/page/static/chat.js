@@ -70,13 +70,14 @@ async function save(conversation) {
   }
 }
 
-/** Take over what another tab has written, unless this one has something of its own there: that becomes a copy when it is saved. */
-function takeOver(theirs) {
-  const mine = conversations.get(theirs.id);
+/** Take over what another tab has written or removed, unless this one has something of its own there: that is kept when it is saved. */
+function takeOver(id, theirs) {
+  const mine = conversations.get(id);
   if (running.has(mine) || (mine === current && isEdited())) return;
-  conversations.set(theirs.id, theirs);
+  if (theirs) conversations.set(id, theirs);
+  else conversations.delete(id);
   if (mine === current) {
-    current = theirs;
+    current = theirs ?? fresh();
     showModels();
     showConversation();
   }
