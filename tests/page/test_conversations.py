@@ -190,6 +190,16 @@ async def test_a_tab_follows_what_another_one_writes(opened: Opened) -> None:
         await expect(other.locator(".said")).to_have_text(["one", "two", "three", "four"])
 
 
+async def test_who_leaves_in_the_middle_of_an_answer_finds_what_had_arrived(opened: Opened) -> None:
+    async with opened(lambda _: say_and_hang("Half of it")) as (page, _):
+        await ask(page, "one")
+        other = await second_tab(page, "one")
+        await expect(other.locator(".prose")).to_have_text("Half of it")  # it was kept
+        await page.reload()
+        await page.get_by_role("link", name="one").click()
+        await expect(page.locator(".prose")).to_have_text("Half of it")
+
+
 async def test_what_another_tab_deletes_is_gone(opened: Opened) -> None:
     async with opened(echo) as (page, _):
         for text in ("one", "two"):

@@ -8,6 +8,7 @@ import { t } from "./words.js";
 
 const FIELDS = ["system", "temperature", "max_tokens", "tools"];
 const DRAW_MS = 80;
+const KEEP_MS = 2000;
 
 const conversations = new Map();
 const running = new Map(); // conversation -> AbortController
@@ -181,10 +182,13 @@ async function answer(conversation) {
     asked.model = message.model = conversation.model ||= chosenModel();
   }
   let drawn = null;
+  let kept = null; // what the page may be left with in the middle of the answer
   if (!message.error) await ask(asked, message, controller.signal, () => {
     drawn ??= setTimeout(() => { drawn = null; if (current === conversation) showLast(message); }, DRAW_MS);
+    kept ??= setTimeout(() => { kept = null; if (conversations.has(conversation.id)) save(conversation); }, KEEP_MS);
   });
   clearTimeout(drawn);
+  clearTimeout(kept);
   if (running.get(conversation) === controller) running.delete(conversation);
   if (conversations.has(conversation.id)) await save(conversation);
   if (message.error) await fetchModels();
