@@ -190,6 +190,18 @@ async def test_a_tab_follows_what_another_one_writes(opened: Opened) -> None:
         await expect(other.locator(".said")).to_have_text(["one", "two", "three", "four"])
 
 
+async def test_what_is_being_typed_outlives_a_change_of_language(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page, "one")
+        await answered(page)
+        await page.get_by_role("button", name="Edit").click()
+        await page.fill(".editing textarea", "instead")
+        await page.click("#language")
+        await expect(page.locator("#send")).to_have_attribute("aria-label", "发送")
+        await page.press(".editing textarea", "Enter")
+        await expect(page.locator(".prose")).to_have_text("You said: instead")
+
+
 async def test_who_leaves_in_the_middle_of_an_answer_finds_what_had_arrived(opened: Opened) -> None:
     async with opened(lambda _: say_and_hang("Half of it")) as (page, _):
         await ask(page, "one")

@@ -36,11 +36,11 @@ export function stopAnswer() {
   return controller !== undefined;
 }
 
-/** Show everything again, as after a change of language. */
+/** Show everything again, as after a change of language; what is being typed stays. */
 export function refresh() {
   showModels();
   showList();
-  showConversation();
+  if (!isEdited()) showConversation();
 }
 
 function fresh() {
@@ -175,7 +175,9 @@ async function answer(conversation) {
   conversation.messages = [...conversation.messages, message];
   running.set(conversation, controller);
   save(conversation);
-  refresh();
+  showModels();
+  showList();
+  showConversation();
   by("scroll").scrollTop = by("scroll").scrollHeight;
   if (!conversation.model) { // the page has just opened, or the gateway or the key was not there when it did
     message.error = await fetchModels();
