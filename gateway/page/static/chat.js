@@ -317,10 +317,12 @@ by("delete").addEventListener("click", () => {
 // Settings.
 
 function openSettings(field) {
-  for (const name of FIELDS) by(name).value = current[name] ?? "";
-  by("key").value = choice("key");
-  by("tools").setCustomValidity(""); // what is kept is a list
-  if (!by("settings").open) by("settings").showModal();
+  if (!by("settings").open) { // else somebody types there
+    for (const name of FIELDS) by(name).value = current[name] ?? "";
+    by("key").value = choice("key");
+    by("tools").setCustomValidity(""); // what is kept is a list
+    by("settings").showModal();
+  }
   by(field).focus();
 }
 
