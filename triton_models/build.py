@@ -204,9 +204,10 @@ def main(
     if packed and archive is None and python is None:
         python = _images_python()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        place = out.resolve()  # a link, or `.`, cannot be replaced
+        place.parent.mkdir(parents=True, exist_ok=True)
         # Renamed into place, so that what failed leaves nothing behind.
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=out.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=place.parent) as folder:
             built, environment = Path(folder) / "built", Path(folder) / _ARCHIVE
             if archive is not None:
                 shutil.copy(archive, environment)
@@ -223,7 +224,7 @@ def main(
             if packed:
                 text = dockerfile(entry, triton=triton, linked=checkpoint if link else None)
                 (built / "Dockerfile").write_text(text, encoding="utf-8")
-            built.rename(out)
+            built.rename(place)
     except (EnvironmentPackError, OSError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(

@@ -30,6 +30,10 @@ _MEANT_TO_PASS = (Exception, KeyboardInterrupt, SystemExit, GeneratorExit)
 class ModelError(Exception):
     """The root of this package's errors."""
 
+    def __str__(self) -> str:
+        """Return the message as text that can be sent, also if bytes of a file's name stand in it."""
+        return super().__str__().encode(errors="surrogateescape").decode(errors="replace")
+
 
 class CheckpointError(ModelError):
     """A checkpoint directory that is incomplete, broken or of an unknown kind."""

@@ -75,7 +75,8 @@ def read_parameters(args: Mapping[str, str]) -> EntryParameters:
     path = Path(args["model_repository"]) / checkpoint.replace(_VERSION, version)
     return EntryParameters(
         model=args["model_name"],
-        checkpoint=Path(os.path.normpath(path)),
+        # In Triton's stub, Python takes names of files for ASCII, whatever the locale: it needs their bytes.
+        checkpoint=Path(os.fsdecode(os.path.normpath(path).encode())),
         version=int(version),
         device=device,
         options=options,

@@ -19,7 +19,8 @@ def upstreams() -> Dashboard:
                 "{{model}} on {{upstream}}",
             ),
             unit="short",
-            text="1: the model on that Triton takes requests, as the gateway that thinks worst of it says.",
+            text="1: the model on that Triton takes requests, or is loaded by the next one, as the gateway "
+            "that thinks worst of it says.",
         ),
         lines(
             "Failures by kind",

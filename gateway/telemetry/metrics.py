@@ -77,7 +77,7 @@ class UpstreamStates(Collector):
         families = [
             GaugeMetricFamily(_PREFIX + "upstream_" + name, text, labels=self.LABELS)
             for name, text in (
-                ("healthy", "1 when the model on that Triton takes requests."),
+                ("healthy", "1 when the model on that Triton takes requests, or is loaded by the next one."),
                 (
                     "requests_waiting",
                     "Requests on the engine's waiting list, those of other gateways among them.",

@@ -182,7 +182,7 @@ class PublicModels:
             yield UpstreamState(
                 model=name,
                 upstream=replica.upstream,
-                healthy=ready,
+                healthy=ready or (replica.on_demand and replica.state is ReplicaState.UNLOADED),
                 waiting=report.waiting,
                 kv_usage=report.kv_usage,
             )

@@ -113,8 +113,9 @@ class Replica:
         self.last_chosen = 0
         self.on_trial = False
         """Whether it came back and has answered nothing since: whoever gets an answer clears it."""
-        self._on_demand = options.on_demand is not None
-        self.wanted = not self._on_demand
+        self.on_demand = options.on_demand is not None
+        """Whether a request loads it."""
+        self.wanted = not self.on_demand
         """Whether it is meant to be loaded."""
         self.yielding = False
         """It gets no new requests: when those that run have ended, it makes room for another model."""
@@ -303,7 +304,7 @@ class Replica:
             if report.chat_format is None and dialect.tokenizer_files is not None:
                 dialect = await self._with_tokenizer(dialect, dialect.tokenizer_files)
                 report = (dialect.probe or probe).read(responses)
-        if self._on_demand:
+        if self.on_demand:
             await self._note_others(report)
             self._ended_before = ended
         self._dialect = dialect  # `suspect` may have removed it meanwhile
@@ -382,7 +383,7 @@ class Replica:
         if entry not in (EntryState.READY, EntryState.UNLOADING):
             # It died and is being repaired, faster than a probe could see: nothing runs there any more.
             # On demand, another gateway may have unloaded it just before the request came.
-            fault = Fault.UNLOADED if self._on_demand else Fault.STUB_DEAD
+            fault = Fault.UNLOADED if self.on_demand else Fault.STUB_DEAD
             self.client.end_inference(self.model, fault, "it was unloaded under the request")
         if entry is EntryState.LOADING:
             return ReplicaState.NOT_READY

@@ -164,15 +164,41 @@ async def test_a_call_gets_its_result_by_keyboard(opened: Opened) -> None:
         await expect(page.locator(".prose")).to_have_text("You said: rain")
 
 
-@pytest.mark.parametrize("told", ["isComposing: true", "keyCode: 229"])  # the second: Safari
+async def press_composing(page: Page, selector: str, key: str, told: str) -> None:
+    """Press a key that is an input method's, which says so by `told`."""
+    await page.focus(selector)
+    pressed = f"new KeyboardEvent('keydown', {{key: '{key}', {told}, bubbles: true, cancelable: true}})"
+    await page.evaluate(f"document.querySelector('{selector}').dispatchEvent({pressed})")
+
+
+TOLD = pytest.mark.parametrize("told", ["isComposing: true", "keyCode: 229"])  # the second: Safari
+
+
+@TOLD
 async def test_enter_of_an_input_method_does_not_send(opened: Opened, told: str) -> None:
     async with opened() as (page, served):
         await page.fill("#question", "ni hao")
-        pressed = f"new KeyboardEvent('keydown', {{key: 'Enter', {told}, bubbles: true, cancelable: true}})"
-        await page.evaluate(f"document.getElementById('question').dispatchEvent({pressed})")
+        await press_composing(page, "#question", "Enter", told)
         await expect(page.locator("#question")).to_have_value("ni hao")
         assert served.upstream.requests == []
         await page.keyboard.press("Enter")
-        await page.focus("#title")
-        await page.evaluate(f"document.getElementById('title').dispatchEvent({pressed})")
-        await expect(page.locator("#title")).to_be_focused()
+        for selector in ("#title", "#search"):
+            await press_composing(page, selector, "Enter", told)
+            await expect(page.locator(selector)).to_be_focused()
+        await press_composing(page, "#search", "ArrowDown", told)
+        await expect(page.locator("#search")).to_be_focused()
+
+
+@TOLD
+async def test_escape_of_an_input_method_neither_stops_nor_gives_up(opened: Opened, told: str) -> None:
+    async with opened(lambda _: say_and_hang("Half of it")) as (page, _):
+        await ask(page)
+        await expect(page.locator(".prose")).to_have_text("Half of it")
+        await press_composing(page, "#question", "Escape", told)
+        await expect(page.locator("#stop")).to_be_visible()
+        await page.get_by_role("button", name="Edit").click()
+        await page.fill(".editing textarea", "instead")
+        await press_composing(page, ".editing textarea", "Escape", told)
+        await expect(page.locator(".editing textarea")).to_have_value("instead")
+        await page.keyboard.press("Escape")
+        await expect(page.locator(".editing")).to_have_count(0)

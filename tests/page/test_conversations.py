@@ -59,6 +59,12 @@ async def test_they_are_kept_found_renamed_exported_and_deleted(opened: Opened) 
         await expect(links).to_have_text(["pears"])
 
 
+async def test_a_title_ends_with_a_whole_character(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page, "a" * 59 + "😀 and more")
+        await expect(page.locator("#list a")).to_have_text("a" * 59 + "😀")
+
+
 async def test_who_goes_on_at_once_keeps_the_focus(opened: Opened) -> None:
     """What the browser keeps is written later; the page is not moved by that."""
     async with opened(echo) as (page, _):
@@ -182,6 +188,47 @@ async def test_a_tab_follows_what_another_one_writes(opened: Opened) -> None:
         await expect(page.locator("#title")).to_have_value("New conversation")
         await ask(page, "four")
         await expect(other.locator(".said")).to_have_text(["one", "two", "three", "four"])
+
+
+async def test_what_is_being_typed_outlives_a_change_of_language(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page, "one")
+        await answered(page)
+        await page.get_by_role("button", name="Edit").click()
+        await page.fill(".editing textarea", "instead")
+        await page.click("#language")
+        await expect(page.locator("#send")).to_have_attribute("aria-label", "发送")
+        await page.press(".editing textarea", "Enter")
+        await expect(page.locator(".prose")).to_have_text("You said: instead")
+
+
+async def test_who_leaves_in_the_middle_of_an_answer_finds_what_had_arrived(opened: Opened) -> None:
+    async with opened(lambda _: say_and_hang("Half of it")) as (page, _):
+        await ask(page, "one")
+        other = await second_tab(page, "one")
+        await expect(other.locator(".prose")).to_have_text("Half of it")  # it was kept
+        await page.reload()
+        await page.get_by_role("link", name="one").click()
+        await expect(page.locator(".prose")).to_have_text("Half of it")
+
+
+async def test_what_another_tab_deletes_is_gone(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        for text in ("one", "two"):
+            await page.click("#new")
+            await ask(page, text)
+            await answered(page)
+        other = await second_tab(page, "two")
+        await other.click("#delete")
+        await expect(page.locator("#list a")).to_have_text(["one"])
+        await expect(page.locator("#log article")).to_have_count(0)
+        await other.get_by_role("button", name="Undo").click()
+        await expect(page.locator("#list a")).to_have_text(["two", "one"])
+        await page.get_by_role("link", name="two").click()
+        await page.get_by_role("button", name="Edit").click()
+        await other.click("#delete")
+        await page.press(".editing textarea", "Enter")  # what was being written goes on
+        await expect(other.locator("#list a")).to_have_text(["two", "one"])
 
 
 async def test_two_tabs_that_write_at_once_keep_both(opened: Opened) -> None:

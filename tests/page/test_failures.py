@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Route, expect
 
 from gateway.errors import ContextLengthError, GatewayError, QuotaError, RateLimitError, UnavailableError
 from tests.gateway.fake_upstream import FakeUpstream, say, say_and_hang
@@ -107,6 +107,26 @@ async def test_a_key_is_asked_for_and_stays_in_the_browser(opened: Opened) -> No
         await page.get_by_role("button", name="Retry").click()
         await expect(page.locator(".answer .prose")).to_have_text("Hello world")
         assert await page.evaluate("[document.cookie, localStorage.getItem('key')]") == ["", "secret"]
+
+
+async def test_what_is_typed_in_the_settings_outlives_a_refused_key(opened: Opened) -> None:
+    answer = asyncio.Event()
+
+    async def late(route: Route) -> None:
+        await answer.wait()
+        await route.continue_()
+
+    async with opened(api_keys=[{"name": "a", "key": "secret"}]) as (page, _):
+        await page.route("**/v1/chat/completions", late)
+        await page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "glm"}]}))
+        await page.reload()
+        await expect(page.locator("#model")).to_have_value("glm")
+        await ask(page)
+        await page.click("#open-settings")
+        await page.fill("#system", "Be brief.")
+        answer.set()
+        await expect(page.locator("#key")).to_be_focused()
+        await expect(page.locator("#system")).to_have_value("Be brief.")
 
 
 async def test_a_quota_in_chinese(opened: Opened) -> None:

@@ -113,6 +113,19 @@ def test_without_packages_there_is_no_image(tmp_path: Path, packed: list[Any]) -
     assert "EXECUTION_ENV_PATH" not in parameters(tmp_path / "out", "chatglm3")
 
 
+def test_the_empty_folder_may_be_a_link_or_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.chdir(tmp_path / "here")
+    for out, place in ((Path(), "here"), (tmp_path / "link", "there")):
+        assert run("--model", GOLDEN / "chatglm3", "--out", out, "--no-environment")[0] == 0
+        assert (tmp_path / place / "repository" / "chatglm3" / "config.pbtxt").is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_the_dockerfile(tmp_path: Path, packed: list[Any]) -> None:
     assert run("--model", GOLDEN / "chatglm3", "--out", tmp_path / "out", "--python", "p")[0] == 0
     path = tmp_path / "out" / "Dockerfile"

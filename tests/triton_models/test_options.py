@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -45,6 +46,31 @@ def test_options_have_their_kind_and_empty_ones_are_not_set() -> None:
 def test_a_relative_checkpoint_is_relative_to_the_entry() -> None:
     parameters = read_parameters(triton_args({"checkpoint": "../../weights"}))
     assert parameters.checkpoint == Path("/weights")
+
+
+def test_a_checkpoints_folder_may_have_any_name(tmp_path: Path) -> None:
+    """Also where Python takes names of files for ASCII, as in Triton's stub, whatever the locale is."""
+    folder = tmp_path / "模型"
+    folder.mkdir()
+    (folder / "config.json").write_text("[]")
+    code = (
+        "import json, sys\n"
+        "from triton_models.directory import read_json\n"
+        "from triton_models.options import read_parameters\n"
+        "assert sys.getfilesystemencoding() == 'ascii'\n"
+        "try:\n"
+        "    read_json(read_parameters(json.load(sys.stdin)).checkpoint / 'config.json')\n"
+        "except Exception as error:\n"
+        "    sys.stdout.buffer.write(str(error).encode())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(triton_args({"checkpoint": str(folder)})).encode(),
+        env=os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert said.stdout.decode() == f"{folder}/config.json: not a JSON object"
 
 
 def test_a_version_can_have_a_checkpoint_of_its_own() -> None:

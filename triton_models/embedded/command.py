@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,6 +23,10 @@ from triton_models.embedded.warden import RunDirectory
 from triton_models.tracing import trace_arguments
 from wire.events import Event, Failed, Notice, write_event
 from wire.flags import model_flags
+
+_NOT_IN_PATHS = re.compile(r"""[\s|&;<>()$`\\"']|[^\x00-\x7f]""")
+"""What Triton cannot have in an entry's path: it starts the entry's process by a shell, without quotes, and
+the Python of that process takes names of files for ASCII when it imports `model.py`."""
 
 
 @click.command()
@@ -136,9 +141,16 @@ async def _serve(
             served = sorted(config.parent.name for config in configs)
             if not served:
                 raise SetupError(f"{repository} holds no model: no folder with a config.pbtxt")
+        where = (repository or run.repository).resolve()
+        for path in (run.backends, *(where / name for name in served)):
+            if found := _NOT_IN_PATHS.search(str(path)):
+                what = "TMPDIR" if path == run.backends else "folder"
+                raise SetupError(
+                    f"Triton cannot start models in {str(path)!r}, for the {found[0]!r} in it: "
+                    f"choose another {what}"
+                )
         installation.link_backends(run.backends)
         ports = Ports(grpc=grpc_port, metrics=metrics_port)
-        where = (repository or run.repository).resolve()
         server = TritonServer(installation, run, where, ports, arguments, repository_key)
         await Supervisor(server, served, emit, at_start=load_at_start).run()
     except EmbeddedError as error:

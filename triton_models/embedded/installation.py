@@ -64,6 +64,12 @@ def find_installation() -> Installation:
         raise SetupError(
             f"numpy {numpy} breaks the embedded tritonserver's string tensors: pip install 'numpy<2'"
         )
+    for place in (sys.prefix, str(Path(__file__).parents[2])):
+        if not place.isascii():  # the stub's Python takes names of files for ASCII, whatever the locale
+            raise SetupError(
+                f"Triton can import nothing from {place}, whose path is not ASCII: "
+                "move the clone or the environment"
+            )
     package = Path(spec.submodule_search_locations[0])
     root = package / "tritonserver"
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"

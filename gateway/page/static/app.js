@@ -1,6 +1,6 @@
 // Puts the page together: views, language, theme, the drawer of small screens.
 import { openChat, refresh, stopAnswer } from "./chat.js";
-import { by } from "./dom.js";
+import { by, composing } from "./dom.js";
 import { show, watch } from "./load.js";
 import { choice } from "./store.js";
 import { LANGUAGES, language, t, translate } from "./words.js";
@@ -56,7 +56,7 @@ document.addEventListener("keydown", (event) => {
     event.preventDefault();
     if (getComputedStyle(by("menu")).display !== "none") drawer(true);
     by("search").focus();
-  } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+  } else if (event.key === "Escape" && !composing(event) && !document.querySelector("dialog[open]")) {
     if (document.body.classList.contains("drawer")) drawer(false);
     else if (!stopAnswer()) by("question").focus();
   }

@@ -1,13 +1,14 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
 import { Failure, call, failure } from "./api.js";
-import { by, download, h, sends, toast } from "./dom.js";
+import { by, composing, download, h, sends, toast } from "./dom.js";
 import { messageElement } from "./messages.js";
 import { all, choice, follow, newId, put, remove } from "./store.js";
 import { t } from "./words.js";
 
 const FIELDS = ["system", "temperature", "max_tokens", "tools"];
 const DRAW_MS = 80;
+const KEEP_MS = 2000;
 
 const conversations = new Map();
 const running = new Map(); // conversation -> AbortController
@@ -35,11 +36,11 @@ export function stopAnswer() {
   return controller !== undefined;
 }
 
-/** Show everything again, as after a change of language. */
+/** Show everything again, as after a change of language; what is being typed stays. */
 export function refresh() {
   showModels();
   showList();
-  showConversation();
+  if (!isEdited()) showConversation();
 }
 
 function fresh() {
@@ -70,13 +71,14 @@ async function save(conversation) {
   }
 }
 
-/** Take over what another tab has written, unless this one has something of its own there: that becomes a copy when it is saved. */
-function takeOver(theirs) {
-  const mine = conversations.get(theirs.id);
+/** Take over what another tab has written or removed, unless this one has something of its own there: that is kept when it is saved. */
+function takeOver(id, theirs) {
+  const mine = conversations.get(id);
   if (running.has(mine) || (mine === current && isEdited())) return;
-  conversations.set(theirs.id, theirs);
+  if (theirs) conversations.set(id, theirs);
+  else conversations.delete(id);
   if (mine === current) {
-    current = theirs;
+    current = theirs ?? fresh();
     showModels();
     showConversation();
   }
@@ -173,17 +175,22 @@ async function answer(conversation) {
   conversation.messages = [...conversation.messages, message];
   running.set(conversation, controller);
   save(conversation);
-  refresh();
+  showModels();
+  showList();
+  showConversation();
   by("scroll").scrollTop = by("scroll").scrollHeight;
   if (!conversation.model) { // the page has just opened, or the gateway or the key was not there when it did
     message.error = await fetchModels();
     asked.model = message.model = conversation.model ||= chosenModel();
   }
   let drawn = null;
+  let kept = null; // what the page may be left with in the middle of the answer
   if (!message.error) await ask(asked, message, controller.signal, () => {
     drawn ??= setTimeout(() => { drawn = null; if (current === conversation) showLast(message); }, DRAW_MS);
+    kept ??= setTimeout(() => { kept = null; if (conversations.has(conversation.id)) save(conversation); }, KEEP_MS);
   });
   clearTimeout(drawn);
+  clearTimeout(kept);
   if (running.get(conversation) === controller) running.delete(conversation);
   if (conversations.has(conversation.id)) await save(conversation);
   if (message.error) await fetchModels();
@@ -239,7 +246,7 @@ by("composer").addEventListener("submit", (event) => {
   if (!text || running.has(current)) return;
   question.value = "";
   fit();
-  current.title ||= text.split("\n")[0].slice(0, 60);
+  current.title ||= [...text.split("\n")[0]].slice(0, 60).join("");
   current.messages.push({ role: "user", content: text });
   answer(current);
 });
@@ -259,7 +266,7 @@ by("new").addEventListener("click", () => {
 });
 by("search").addEventListener("input", showList);
 by("search").addEventListener("keydown", (event) => {
-  if (event.key === "ArrowDown" || event.key === "Enter") { event.preventDefault(); by("list").querySelector("a")?.focus(); }
+  if (!composing(event) && (event.key === "ArrowDown" || event.key === "Enter")) { event.preventDefault(); by("list").querySelector("a")?.focus(); }
 });
 by("list").addEventListener("keydown", (event) => {
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -310,10 +317,12 @@ by("delete").addEventListener("click", () => {
 // Settings.
 
 function openSettings(field) {
-  for (const name of FIELDS) by(name).value = current[name] ?? "";
-  by("key").value = choice("key");
-  by("tools").setCustomValidity(""); // what is kept is a list
-  if (!by("settings").open) by("settings").showModal();
+  if (!by("settings").open) { // else somebody types there
+    for (const name of FIELDS) by(name).value = current[name] ?? "";
+    by("key").value = choice("key");
+    by("tools").setCustomValidity(""); // what is kept is a list
+    by("settings").showModal();
+  }
   by(field).focus();
 }
 

@@ -26,8 +26,11 @@ function set(element, properties) {
   }
 }
 
-/** Whether a key sends what was typed. While an input method composes, Enter chooses among its candidates; 229: Safari tells so alone. */
-export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+/** Whether a key is the input method's: Enter and arrows choose among its candidates, Escape gives them up; 229: Safari tells so alone. */
+export const composing = (event) => event.isComposing || event.keyCode === 229;
+
+/** Whether a key sends what was typed. */
+export const sends = (event) => event.key === "Enter" && !event.shiftKey && !composing(event);
 
 /** Let the user save `text` as a file. */
 export function download(name, type, text) {

@@ -1,6 +1,6 @@
 // How messages look. What they do is handed in as `act`.
 import { explain } from "./api.js";
-import { h, sends } from "./dom.js";
+import { composing, h, sends } from "./dom.js";
 import { copy, render } from "./markdown.js";
 import { t } from "./words.js";
 
@@ -32,7 +32,7 @@ function question(message, { at, act }) {
       if (field.value.trim()) act.edit(at, field.value);
     } }, field, h("div", { class: "row end" }, plain(t("cancel"), back), h("button", { class: "main" }, t("save"))));
     form.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") { event.stopPropagation(); back(); }
+      if (event.key === "Escape" && !composing(event)) { event.stopPropagation(); back(); }
       if (event.target === field && sends(event)) { event.preventDefault(); form.requestSubmit(); }
     });
     element.replaceChildren(form);

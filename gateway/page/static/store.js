@@ -33,7 +33,11 @@ function known(conversation) {
 export const newId = () => crypto.randomUUID?.() ?? String(Date.now() + Math.random());
 
 export const all = async () => (await run("readonly", (store) => store.getAll())).map(known);
-export const remove = (id) => run("readwrite", (store) => last(store.delete(id)));
+
+export async function remove(id) {
+  await run("readwrite", (store) => last(store.delete(id)));
+  tabs.postMessage(id);
+}
 
 /** Keep a conversation. If another tab has written it since it was read here, it becomes another one; that tab's is returned. */
 export async function put(conversation) {
@@ -56,11 +60,11 @@ export async function put(conversation) {
   return theirs;
 }
 
-/** Call `changed` with each conversation that another tab has written. */
+/** Call `changed` with the id of each conversation that another tab has written or removed, and what is kept of it. */
 export function follow(changed) {
   tabs.onmessage = async ({ data: id }) => {
     const theirs = await run("readonly", (store) => store.get(id));
-    if (theirs) changed(known(theirs));
+    changed(id, theirs && known(theirs));
   };
 }
 

@@ -261,3 +261,19 @@ async def test_on_demand_models_take_the_memory_that_is_set_for_their_names(trit
     finally:
         await upstream.close()
     assert triton.orders == ["load a", "unload a", "load b"]
+
+
+async def test_a_model_that_the_next_request_loads_is_healthy(triton: FakeTriton) -> None:
+    # Else an alert would say, all night, that requests for a model that was unused get a 503.
+    triton.models = {"a": FakeModel(state=""), "b": FakeModel(state="")}
+    serving = Serving(triton, ["a", "b"])
+    serving.upstream = triton_upstream(serving.settings(["a", "b"], load_on_demand=True))
+    await serving.upstream.start()
+    try:
+        await until(lambda: serving.healthy() == {"a": True, "b": True})
+        assert await text_of(serving.upstream, generation(model="a")) == "Hello"
+        assert triton.orders == ["load a"]
+        await triton.stop()
+        await until(lambda: serving.healthy() == {"a": False, "b": False})
+    finally:
+        await serving.upstream.close()

@@ -8,6 +8,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from triton_models.embedded import command
+from triton_models.embedded.errors import EmbeddedError
 from triton_models.embedded.models import NO_CONTEXT
 from triton_models.embedded.server import TritonServer
 from triton_models.entries import ModelEntry, write_entry
@@ -49,6 +50,28 @@ def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return Seen
 
     return serve
+
+
+@pytest.mark.parametrize("folder", ["a b", "a$b", "it's", "a&b", "模型"])
+async def test_a_path_in_which_triton_cannot_start_a_model_is_refused(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Without that, a load fails after ten seconds with no word of the path."""
+    odd = tmp_path / folder
+    write_entry(odd, model=ModelEntry(name="m", checkpoint="/c"))
+    with pytest.raises(EmbeddedError, match="choose another folder"):
+        await serve(odd)
+    monkeypatch.setenv("TMPDIR", str(odd))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with pytest.raises(EmbeddedError, match="choose another TMPDIR"):
+        await serve()
+    assert [*odd.glob("tritongate-*/*")] == []
+
+
+async def test_a_path_of_other_characters_is_served(serve: Any, tmp_path: Path) -> None:
+    odd = tmp_path / "models-_1.0=:,@+~#"
+    write_entry(odd, model=ModelEntry(name="m", checkpoint="/c"))
+    assert f"--model-repository={odd}" in (await serve(odd)).command
 
 
 async def test_tritonserver_itself_uses_no_gpu(serve: Any) -> None:

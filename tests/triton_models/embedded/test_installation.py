@@ -48,6 +48,22 @@ def test_numpy_two(monkeypatch: pytest.MonkeyPatch) -> None:
         find_installation()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "place"),
+    [
+        (sys, "prefix", "/home/张三/venv"),
+        (installation, "__file__", "/home/张三/a/triton_models/embedded/b.py"),
+    ],
+)
+def test_a_place_from_which_the_stub_cannot_import(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, place: str
+) -> None:
+    """Without that, the model's process dies while loading, with no word of the path."""
+    monkeypatch.setattr(owner, name, place)
+    with pytest.raises(SetupError, match=r"from /home/张三/(venv|a), whose path is not ASCII"):
+        find_installation()
+
+
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", missing("pytriton"))
     with pytest.raises(SetupError, match=r"pip install '\.\[embedded\]' on Linux x86-64"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from tests.processes import wait_ended
 from triton_models.embedded.client import TritonClient
+from triton_models.embedded.models import BUILT_IN_CHECKPOINT
 from triton_models.embedded.warden import RunDirectory
 from wire import events
 
@@ -145,8 +147,20 @@ def test_a_repository_without_models(embedded: Callable[..., Any], tmp_path: Pat
     assert failed.message == f"{tmp_path} holds no model: no folder with a config.pbtxt"
 
 
+def test_a_folder_with_a_chinese_name(embedded: Callable[..., Any], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "模型"
+    shutil.copytree(BUILT_IN_CHECKPOINT, checkpoint)
+    argument = ("--model", f"m={checkpoint}", "--device", "cpu")
+    started = embedded(*argument)
+    assert started.wait_for(events.Ready).models == ["m"]
+    started.process.terminate()
+    started.wait_gone()
+    (checkpoint / "model.safetensors").write_bytes(b"broken")
+    assert f"{checkpoint}/model.safetensors" in embedded(*argument).wait_for(events.Failed).message
+
+
 async def test_the_built_in_model(embedded: Callable[..., Any]) -> None:
-    """The only test here with the real engine."""
+    """With the real engine, as the one above."""
     started = embedded("--device", "cpu")
     notices = [started.wait_for(events.Notice), started.wait_for(events.Notice)]
     assert "a few pages by heart" in notices[1].message
