@@ -114,6 +114,8 @@ class ChatTemplate:
                 node.name == "string" for tree in trees for node in tree.find_all(nodes.Test)
             )
             """Whether it takes every content for such a list."""
+            self._no_content = None if any(map(_knows_no_content, trees)) else ""
+            """What it takes for the content of a message that has calls only."""
             self._id_of = _short_id if any(map(_demands_short_ids, trees)) else str
             """Writes the id of a call."""
             self._guard = Guard(control_tokens(added, trees, self.mentions), removed_texts(trees))
@@ -206,7 +208,9 @@ class ChatTemplate:
 
     def _document(self, message: Message, guard: Callable[[Any], Any]) -> dict[str, Any]:
         """Return a message as templates expect it: OpenAI's form, with a call's arguments as an object."""
-        content = _parts(message) if self._lists or message.images else message.content
+        content: Any = _parts(message) if self._lists or message.images else message.content
+        if message.calls and not content:
+            content = self._no_content
         document: dict[str, Any] = {"role": message.role, "content": guard(content)}
         if message.calls:
             document["tool_calls"] = [
@@ -228,6 +232,18 @@ def _reads(template: nodes.Template) -> set[str]:
     fields = {node.attr for node in template.find_all(nodes.Getattr)}
     fields |= {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
     return meta.find_undeclared_variables(template) | (fields & _OF_MESSAGES)
+
+
+def _knows_no_content(template: nodes.Template) -> bool:
+    """Whether it asks if a content is null. Of DeepSeek's, the first ones show calls only where it is."""
+    return any(test.name == "none" and _names_content(test.node) for test in template.find_all(nodes.Test))
+
+
+def _names_content(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+    return False
 
 
 def _demands_short_ids(template: nodes.Template) -> bool:

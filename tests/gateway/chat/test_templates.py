@@ -124,6 +124,21 @@ def test_arguments_of_the_past_may_be_joined_with_text() -> None:
     )
 
 
+@pytest.mark.parametrize("content", ["message['content']", "message.content"])
+def test_calls_are_shown_where_a_template_looks_for_a_content_that_is_null(content: str) -> None:
+    """As the first ones of DeepSeek-V3 and -R1, and those of what was distilled from them."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' and " + content + " is none %}"
+        "{% for call in message.tool_calls %}<call>{{ call.function.name }}{% endfor %}{% endif %}"
+        "{% if message.role != 'assistant' or " + content + " is not none %}"
+        "<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+    )
+    talk = (*TALK[1:], Message(role="assistant", content=""), Message(role="user", content="Thanks."))
+    assert ChatTemplate({"default": template}, {}).render(Conversation(talk)) == (
+        "<user>  Wie wird's?  <call>weather<tool>sunny<assistant><user>Thanks."
+    )
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     ours = ChatTemplate({"default": TURNS}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))
