@@ -2,8 +2,8 @@
 
 A template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`'s `chat_template`, as
 transformers' `apply_chat_template` reads them
-(https://huggingface.co/docs/transformers/chat_templating). It runs in Jinja's sandbox: it comes with a
-checkpoint, and a checkpoint may come from anywhere.
+(https://huggingface.co/docs/transformers/chat_templating). There may be another for requests with tools. It
+runs in Jinja's sandbox: it comes with a checkpoint, and a checkpoint may come from anywhere.
 
 Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 """
@@ -32,6 +32,7 @@ _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
+_TOOLS_FILE: Final = f"additional_chat_templates/{_WITH_TOOLS}.jinja"
 _OWN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables that the gateway itself sets, beside the tokens."""
 _OF_MESSAGES: Final = frozenset({"reasoning_content", "reasoning"})
@@ -139,9 +140,10 @@ class ChatTemplate:
         """
         config = read_config(folder / _CONFIG_FILE)
         tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
-        file = folder / _TEMPLATE_FILE
-        if file.is_file():
-            return cls({_DEFAULT: file.read_text(encoding="utf-8")}, tokens, added)
+        files = {_DEFAULT: folder / _TEMPLATE_FILE, _WITH_TOOLS: folder / _TOOLS_FILE}
+        if files[_DEFAULT].is_file():
+            found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+            return cls(found, tokens, added)
         match config.get("chat_template"):
             case str(text):
                 return cls({_DEFAULT: text}, tokens, added)

@@ -318,6 +318,14 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert rendered() == "<s>three"
 
 
+def test_transformers_saves_a_template_for_tools_beside_the_default_one(theirs: Any, tmp_path: Path) -> None:
+    theirs.chat_template = {"default": "plain", "tool_use": "with tools"}
+    theirs.save_pretrained(tmp_path)
+    ours = ChatTemplate.read(tmp_path)
+    assert ours is not None
+    assert ours.sources == theirs.chat_template
+
+
 @pytest.mark.parametrize("config", [None, "{}", '{"bos_token": "<s>", "chat_template": null}'])
 def test_a_base_model_has_none(tmp_path: Path, config: str | None) -> None:
     if config is not None:
