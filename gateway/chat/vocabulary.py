@@ -109,6 +109,11 @@ class Vocabulary:
         """Return the text of `ids`, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def shown(self, id_: int) -> str:
+        """Return the text of an id by itself: a special token's name, and the space with which it begins."""
+        stream = self.stream([id_], special=True)
+        return stream.push([id_]) + stream.end()
+
     def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "TextStream":
         """Return a decoder for ids that come one after the other.
 
