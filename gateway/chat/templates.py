@@ -2,8 +2,8 @@
 
 A template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`'s `chat_template`, as
 transformers' `apply_chat_template` reads them
-(https://huggingface.co/docs/transformers/chat_templating). It runs in Jinja's sandbox: it comes with a
-checkpoint, and a checkpoint may come from anywhere.
+(https://huggingface.co/docs/transformers/chat_templating). There may be another for requests with tools. It
+runs in Jinja's sandbox: it comes with a checkpoint, and a checkpoint may come from anywhere.
 
 Knows nothing of token ids; `gateway.chat.vocabulary` has them.
 """
@@ -32,6 +32,7 @@ _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
+_TOOLS_FILE: Final = f"additional_chat_templates/{_WITH_TOOLS}.jinja"
 _OWN: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables that the gateway itself sets, beside the tokens."""
 _OF_MESSAGES: Final = frozenset({"reasoning_content", "reasoning"})
@@ -114,6 +115,8 @@ class ChatTemplate:
                 node.name == "string" for tree in trees for node in tree.find_all(nodes.Test)
             )
             """Whether it takes every content for such a list."""
+            self._no_content = None if any(map(_knows_no_content, trees)) else ""
+            """What it takes for the content of a message that has calls only."""
             self._id_of = _short_id if any(map(_demands_short_ids, trees)) else str
             """Writes the id of a call."""
             self._guard = Guard(control_tokens(added, trees, self.mentions), removed_texts(trees))
@@ -137,9 +140,10 @@ class ChatTemplate:
         """
         config = read_config(folder / _CONFIG_FILE)
         tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
-        file = folder / _TEMPLATE_FILE
-        if file.is_file():
-            return cls({_DEFAULT: file.read_text(encoding="utf-8")}, tokens, added)
+        files = {_DEFAULT: folder / _TEMPLATE_FILE, _WITH_TOOLS: folder / _TOOLS_FILE}
+        if files[_DEFAULT].is_file():
+            found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+            return cls(found, tokens, added)
         match config.get("chat_template"):
             case str(text):
                 return cls({_DEFAULT: text}, tokens, added)
@@ -206,7 +210,9 @@ class ChatTemplate:
 
     def _document(self, message: Message, guard: Callable[[Any], Any]) -> dict[str, Any]:
         """Return a message as templates expect it: OpenAI's form, with a call's arguments as an object."""
-        content = _parts(message) if self._lists or message.images else message.content
+        content: Any = _parts(message) if self._lists or message.images else message.content
+        if message.calls and not content:
+            content = self._no_content
         document: dict[str, Any] = {"role": message.role, "content": guard(content)}
         if message.calls:
             document["tool_calls"] = [
@@ -228,6 +234,18 @@ def _reads(template: nodes.Template) -> set[str]:
     fields = {node.attr for node in template.find_all(nodes.Getattr)}
     fields |= {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
     return meta.find_undeclared_variables(template) | (fields & _OF_MESSAGES)
+
+
+def _knows_no_content(template: nodes.Template) -> bool:
+    """Whether it asks if a content is null. Of DeepSeek's, the first ones show calls only where it is."""
+    return any(test.name == "none" and _names_content(test.node) for test in template.find_all(nodes.Test))
+
+
+def _names_content(node: nodes.Node) -> bool:
+    match node:
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+    return False
 
 
 def _demands_short_ids(template: nodes.Template) -> bool:

@@ -109,19 +109,31 @@ class Vocabulary:
         """Return the text of `ids`, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def stream(self, *, special: bool = False) -> "TextStream":
-        """Return a decoder for ids that come one after the other; `special` tokens too, if asked for."""
-        return TextStream(self._tokenizer, special=special)
+    def shown(self, id_: int) -> str:
+        """Return the text of an id by itself: a special token's name, and the space with which it begins."""
+        stream = self.stream([id_], special=True)
+        return stream.push([id_]) + stream.end()
+
+    def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "TextStream":
+        """Return a decoder for ids that come one after the other.
+
+        Args:
+            before: what they go on from: a space at their beginning is text then.
+            special: special tokens are text, too.
+        """
+        return TextStream(self._tokenizer, before, special=special)
 
 
 class TextStream:
     """The text of one answer's ids, as far as it is certain: characters come whole."""
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), *, special: bool) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._held: list[int] = []
         self._begin()
+        for each in before:
+            self._stream.step(tokenizer, each)
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that is certain with these ids."""

@@ -24,6 +24,7 @@ _TOKENIZER_FILES: Final = (
     "tokenizer_config.json",
     "generation_config.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 """What a gateway reads of a tokenizer's folder; all but the first may be missing."""
 

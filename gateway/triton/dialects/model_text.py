@@ -278,21 +278,24 @@ class ModelText:
         prompt = tokenization.prompt
         if isinstance(prompt, Conversation) and exact:
             written = self.written(prompt, answer_next=tokenization.answer_next, guarded=True)
-            ids = self.vocabulary.encode_guarded(written)
+            text, ids = unguarded(written), self.vocabulary.encode_guarded(written)
         elif isinstance(prompt, Conversation):
             text = self.text(prompt, answer_next=tokenization.answer_next)
             ids = self.vocabulary.encode(text, rendered=False)
         elif isinstance(prompt, PlainText):
-            ids = self.vocabulary.encode(prompt.text, rendered=not tokenization.prefix)
+            text = prompt.text
+            ids = self.vocabulary.encode(text, rendered=not tokenization.prefix)
         else:
             ids = list(getattr(prompt, "ids", ()))
             return Tokens(text=self.vocabulary.decode(ids), strings=self._strings(tokenization, ids))
-        return Tokens(ids=ids, strings=self._strings(tokenization, ids), pad=self.vocabulary.pad)
+        strings = self._strings(tokenization, ids)
+        return Tokens(ids=ids, text=text, strings=strings, pad=self.vocabulary.pad)
 
     def _strings(self, tokenization: Tokenization, ids: Sequence[int]) -> Sequence[str] | None:
         if not tokenization.strings or self.vocabulary is None:
             return None
-        return [self.vocabulary.decode([each]) for each in ids]
+        shown = {each: self.vocabulary.shown(each) for each in set(ids)}
+        return [shown[each] for each in ids]
 
 
 def text_of_archive(archive: bytes) -> ModelText:

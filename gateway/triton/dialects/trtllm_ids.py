@@ -100,7 +100,8 @@ class _Answer(TextAnswer):
     ) -> None:
         vocabulary = model.required_vocabulary()
         super().__init__(generation, model, prompt, cut_stops=True, limit=limit_of(generation))
-        self._text = vocabulary.stream(special=generation.show_special)
+        before = () if prompt.converses else prompt.ids[-1:]
+        self._text = vocabulary.stream(before, special=generation.show_special)
         self._ends = set() if generation.ignore_eos else set(vocabulary.ends)
         self._stop_ids = set(generation.stop_token_ids)
         self._stopped_by_id: int | None = None

@@ -124,6 +124,21 @@ def test_arguments_of_the_past_may_be_joined_with_text() -> None:
     )
 
 
+@pytest.mark.parametrize("content", ["message['content']", "message.content"])
+def test_calls_are_shown_where_a_template_looks_for_a_content_that_is_null(content: str) -> None:
+    """As the first ones of DeepSeek-V3 and -R1, and those of what was distilled from them."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' and " + content + " is none %}"
+        "{% for call in message.tool_calls %}<call>{{ call.function.name }}{% endfor %}{% endif %}"
+        "{% if message.role != 'assistant' or " + content + " is not none %}"
+        "<{{ message.role }}>{{ message.content }}{% endif %}{% endfor %}"
+    )
+    talk = (*TALK[1:], Message(role="assistant", content=""), Message(role="user", content="Thanks."))
+    assert ChatTemplate({"default": template}, {}).render(Conversation(talk)) == (
+        "<user>  Wie wird's?  <call>weather<tool>sunny<assistant><user>Thanks."
+    )
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     ours = ChatTemplate({"default": TURNS}, {})
     talk = Conversation((Message(role="user", content="Sing"), Message(role="assistant", content="La la ")))
@@ -301,6 +316,14 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert rendered() == "two"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}three")
     assert rendered() == "<s>three"
+
+
+def test_transformers_saves_a_template_for_tools_beside_the_default_one(theirs: Any, tmp_path: Path) -> None:
+    theirs.chat_template = {"default": "plain", "tool_use": "with tools"}
+    theirs.save_pretrained(tmp_path)
+    ours = ChatTemplate.read(tmp_path)
+    assert ours is not None
+    assert ours.sources == theirs.chat_template
 
 
 @pytest.mark.parametrize("config", [None, "{}", '{"bos_token": "<s>", "chat_template": null}'])

@@ -116,6 +116,16 @@ def test_bytes_that_are_no_character_behind_some_that_are(written: list[str | by
     assert "".join(shown) + stream.end() == text
 
 
+def test_a_token_is_shown_by_its_name_and_with_its_space() -> None:
+    made = Tokenizer(models.BPE({"<0xE2>": 0, "▁a": 1, "b": 2}, [], byte_fallback=True))
+    made.add_special_tokens(["</s>"])
+    space = decoders.Replace("▁", " ")
+    made.decoder = decoders.Sequence(
+        [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    assert [Vocabulary(made).shown(each) for each in range(5)] == ["\ufffd", " a", "b", "</s>", ""]
+
+
 def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(VocabularyError, match=r"has no tokenizer\.json"):
         Vocabulary.read(tmp_path)

@@ -147,6 +147,16 @@ def test_a_tokenizers_files_come_in_parts(
         assert files.read("tokenizer.json") == (tmp_path / "tokenizer.json").read_bytes()
 
 
+def test_the_template_for_tools_is_among_a_tokenizers_files(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    name = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("with tools")
+    with zipfile.ZipFile(io.BytesIO(archive_of(tmp_path))) as files:
+        assert files.read(name) == b"with tools"
+        assert (zipfile.Path(files) / name).is_file()  # as a gateway looks for it
+
+
 def test_equal_files_make_equal_archives(tmp_path: Path) -> None:
     archives: list[bytes] = []
     for name in ("a", "b"):

@@ -461,8 +461,7 @@ def test_what_is_counted_and_shown_is_what_is_sent(tmp_path: Path) -> None:
     assert (tuple(tokens.ids), len(tokens.ids)) == (sent.ids, sent.tokens)
     assert sent.text == "<|im_start|>user\na<|im_end|>b<|im_end|>\n<|im_start|>assistant\n"
     assert tokens.strings is not None
-    assert "user\na<|im_end|>b" in "".join(tokens.strings)
-    assert GUARD not in "".join(tokens.strings) + sent.text
+    assert tokens.text == "".join(tokens.strings) == sent.text
 
 
 def test_a_completion_is_encoded_as_it_is(tmp_path: Path) -> None:

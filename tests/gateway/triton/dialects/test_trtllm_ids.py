@@ -3,10 +3,11 @@ import json
 import struct
 from collections.abc import Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tritonclient.grpc import service_pb2
 
 from gateway.core.events import Accepted, Delta, Event, Reasoning, joined_pieces
@@ -27,6 +28,7 @@ INPUTS = frozenset(
 )  # fmt: skip
 END, OTHER_END, THINK, THOUGHT = range(256, 260)
 EURO = list("€".encode())
+TALK = Conversation((Message(role="user", content="a"),))
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,20 @@ def test_characters_come_whole(dialect: Dialect) -> None:
     assert last.finish_reason == "stop"
     assert last.usage is not None
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (2, 4)
+
+
+@pytest.mark.parametrize(("prompt", "text"), [(PlainText("a"), "a b"), (TokenIds([1]), "a b"), (TALK, "b")])
+def test_a_completion_begins_with_its_space(tmp_path: Path, prompt: Any, text: str) -> None:
+    """Tokenizers like Llama's drop one at the beginning of a text: such is the answer in a conversation."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "\u2581a": 1, "\u2581b": 2}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Prepend("\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    dialect = CONTRACT.dialect(INPUTS, ModelText.read(tmp_path))
+    assert text_of(answered(dialect, [2], prompt=prompt, echo=prompt is not TALK)) == text
 
 
 def test_a_character_cut_by_the_limit_is_not_lost(dialect: Dialect) -> None:
