@@ -180,7 +180,7 @@ def test_who_may_and_what_may_not(up: UpProcess) -> None:
     assert change(up, "unload", "sk-wrong").status_code == 401
     elsewhere = change(up, "unload", upstream="127.0.0.1:1")
     assert (elsewhere.status_code, elsewhere.json()["error"]["param"]) == (400, "upstream")
-    for name, status in (("nope", 404), ("chatglm3-stream", 404), ("..%2fx", 400)):
+    for name, status in (("nope", 404), ("chatglm3-stream", 404), ("..%2fx", 404)):
         url = f"{up.base_url}/v1/models/{name}/load"
         headers = {"Authorization": "Bearer sk-admin"}
         assert httpx.post(url, json={}, headers=headers, timeout=TIMEOUT_S).status_code == status
