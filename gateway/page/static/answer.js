@@ -1,7 +1,7 @@
 // One answer of a model: what is sent for it, and how its chunks come together.
 import { failure, stream } from "./api.js";
 
-/** Return what the model is sent: the system prompt and every message that says something. A call without its result is refused. */
+/** Return what the model is sent: the system prompt and every message that says something. A call whose result is missing is left out: servers refuse it, and all that follows it. */
 export function history({ system, messages }) {
   const sent = system ? [{ role: "system", content: system }] : [];
   for (const [at, { role, content, tool_calls, tool_call_id }] of messages.entries()) {
