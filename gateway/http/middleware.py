@@ -219,7 +219,7 @@ class _Decompressor:
                     self._member = zlib.decompressobj(self._window)
                     self._members += 1
                     if self._members > _MEMBERS_LIMIT:
-                        raise InvalidRequestError(f"The body has more than {_MEMBERS_LIMIT:,} compressed members.")
+                        raise InvalidRequestError(f"The body has over {_MEMBERS_LIMIT:,} compressed members.")
                 found += self._member.decompress(data, limit + 1 - len(found))
                 data = self._member.unused_data if self._member.eof else b""
         except zlib.error:
