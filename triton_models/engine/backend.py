@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.drafts import DraftLimits
 from triton_models.engine.linear import Linear, pack, why_not_packed
-from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout
+from triton_models.engine.models import CausalModel, ChunkRows, Operations, StepLayout, Tile
 from triton_models.engine.ops_cpu import (
     NotCompiledError,
     compile_linear,
@@ -47,11 +47,16 @@ class StepOperations(Operations, Protocol):
         """Prepare for the attention of another step; the step before is forgotten."""
         ...
 
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[Tile]:
         """Divide chunks into the tiles that attention works on, for `StepLayout.tiles`; [] if it has none."""
         ...
 
-    def most_tiles(self, rows: int, chunks: int) -> int:
+    @property
+    def divided_rows(self) -> int:
+        """Most rows of a step whose tiles may be parts of others (`StepLayout.divided`); 0: none ever are."""
+        ...
+
+    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
         """Return the most `tiles` that `rows` rows need, however divided among up to `chunks` chunks."""
         ...
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from triton_models.engine.backend import Backend, StepOperations
-from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
+from triton_models.engine.models import CausalModel, ChunkRows, StepLayout, Tile
 from triton_models.engine.sampler import MASK_BITS, PlainRules, plain_inputs
 from triton_models.engine.slots import SlotTable
 from triton_models.engine.step_times import StepTimes
@@ -31,6 +31,8 @@ _TIMED = 3
 
 _CHUNKS = 64
 """A captured step has room for the tiles of this many chunks, however its rows are divided among them."""
+
+_TILE = len(Tile._fields)
 
 
 class DeviceStep:
@@ -61,16 +63,24 @@ class DeviceStep:
         return self._model.forward(tokens, self._operations)
 
     def prompts(
-        self, rows: Tensor, tiles: Tensor, *, decodes: int, longest: int, chunks: tuple[ChunkRows, ...] = ()
+        self,
+        rows: Tensor,
+        tiles: Tensor,
+        *,
+        divided: bool,
+        decodes: int,
+        longest: int,
+        chunks: tuple[ChunkRows, ...] = (),
     ) -> Tensor:
         """Return the hidden states of a step with prompts, [T, width], for `logits`.
 
         Args:
             rows: [3, T] int64, see `Staged.rows`.
-            tiles: [N, 4] int64, see `Staged.tiles`.
+            tiles: [N, 7] int64, see `Staged.tiles`.
+            divided: as in `StepLayout`, which has the chunks, too.
             decodes: only among so many first rows are decodes.
             longest: most tokens of one of these, the new one included.
-            chunks: as in `StepLayout`.
+            chunks: of the step.
         """
         slots, tokens, positions = rows
         told, lengths = tokens >= 0, self.slots.lengths[slots]
@@ -82,6 +92,7 @@ class DeviceStep:
             longest_decode=longest,
             chunks=chunks,
             tiles=tiles.int(),
+            divided=divided,
         )
         return self.forward(torch.where(told, tokens, self.slots.tokens[slots]), layout)
 
@@ -217,29 +228,31 @@ class PromptsSize(NamedTuple):
 
     rows: int
     tiles: int
+    divided: bool
 
 
 class CapturedSteps:
     """Steps with decodes only, in two graphs (forward pass and sampling); and the forward pass with prompts.
 
     A graph that samples is only used if every request is plain (`SamplingParams.plain`). Steps with prompts
-    are captured up to the hidden states, from which the logits of a few rows are computed.
+    are captured up to the hidden states, from which the logits of a few rows are computed. Those of few rows
+    are captured twice: with and without divided tiles.
 
     Args:
         step: does the work.
         vocabulary: number of tokens.
         largest: rows of the largest step with prompts.
-        most_tiles: as in `StepOperations`.
+        operations: whose tiles these have.
     """
 
     def __init__(
-        self, step: DeviceStep, *, vocabulary: int, largest: int, most_tiles: Callable[[int, int], int]
+        self, step: DeviceStep, *, vocabulary: int, largest: int, operations: StepOperations
     ) -> None:
         tables, spare = step.slots.tables, step.slots.spare
         device = tables.device
 
-        def tiles_in(rows: int) -> int:
-            return most_tiles(rows, _CHUNKS)
+        def tiles_in(rows: int, *, divided: bool) -> int:
+            return operations.most_tiles(rows, _CHUNKS, divided=divided)
 
         decode_slots = torch.full((spare,), spare, dtype=torch.int64, device=device)
         decode = SizedGraphs(decode_sizes(spare), lambda size: step.decode(decode_slots[:size], step.longest))
@@ -259,16 +272,24 @@ class CapturedSteps:
 
         sizes = prompt_sizes(largest)
         rows = torch.tensor([spare, 0, -1], device=device).repeat_interleave(sizes[-1])
-        # Smaller steps may have more of them, since theirs are smaller, too.
-        tiles = torch.zeros(4 * max(map(tiles_in, sizes)), dtype=torch.int64, device=device)
+        # Smaller steps may have more of them, since theirs are smaller, too, or parts.
+        most = max(tiles_in(size, divided=divided) for size in sizes for divided in (False, True))
+        tiles = torch.zeros(_TILE * most, dtype=torch.int64, device=device)
 
-        def prompts(size: int) -> Tensor:
-            padded_tiles = tiles[: 4 * tiles_in(size)].view(-1, 4)
+        def prompts(divided: bool, size: int) -> Tensor:  # noqa: FBT001 - what two kinds of graphs differ in
+            padded_tiles = tiles[: _TILE * tiles_in(size, divided=divided)].view(-1, _TILE)
             padded_rows = rows[: 3 * size].view(3, size)
-            return step.prompts(padded_rows, padded_tiles, decodes=min(size, spare), longest=step.longest)
+            return step.prompts(
+                padded_rows, padded_tiles, divided=divided, decodes=min(size, spare), longest=step.longest
+            )
 
         self._rows, self._tiles = rows, tiles
-        self._prompts = SizedGraphs(sizes, prompts)
+        few = [size for size in sizes if size <= operations.divided_rows]
+        self._prompts = {
+            divided: SizedGraphs(each, partial(prompts, divided))
+            for divided, each in ((False, sizes), (True, few))
+            if each
+        }
 
     def run_largest(self) -> int:
         """Run the largest step of each kind once; return how many graphs there will be."""
@@ -286,21 +307,22 @@ class CapturedSteps:
 
     def times(self, largest: int) -> StepTimes:
         """Measure the steps with prompts, of up to `largest` rows, which here are all padding."""
-        return self._prompts.times(largest)
+        return self._prompts[False].times(largest)
 
     def _all(self) -> list[SizedGraphs]:
-        return [self._prompts, self._decode, *self._finish.values()]
+        return [*self._prompts.values(), self._decode, *self._finish.values()]
 
     def padding(self, decodes: int) -> int:
         """Return how many rows of the spare slot pad a step of `decodes` decodes."""
         return (self._decode.size_for(decodes) or decodes) - decodes
 
-    def size_for(self, rows: int, tiles: int) -> PromptsSize | None:
+    def size_for(self, rows: int, tiles: int, *, divided: bool) -> PromptsSize | None:
         """Return the size of the smallest step with prompts that has room for these; None: there is none."""
-        size = self._prompts.size_for(rows)
-        if size is None or tiles > self._tiles_in(size):
+        graphs = self._prompts.get(divided)
+        size = graphs.size_for(rows) if graphs else None
+        if size is None or tiles > (room := self._tiles_in(size, divided=divided)):
             return None
-        return PromptsSize(size, self._tiles_in(size))
+        return PromptsSize(size, room, divided)
 
     def decode(self, slots: Tensor) -> Tensor:
         """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""
@@ -318,15 +340,16 @@ class CapturedSteps:
             self._words[rows] = words
         return self._finish[rules].replay(size)
 
-    def prompts(self, rows: Tensor, tiles: Tensor) -> Tensor:
+    def prompts(self, rows: Tensor, tiles: Tensor, *, divided: bool) -> Tensor:
         """Return the hidden states, [T, width], of a step with prompts, padded to a captured size T.
 
         The next call overwrites the result.
 
         Args:
             rows: [3 * T] int64, see `Staged.rows`.
-            tiles: [4 * N] int64, see `Staged.tiles`; as many as the size has.
+            tiles: [7 * N] int64, see `Staged.tiles`; as many as the size has.
+            divided: the size's.
         """
         self._rows[: len(rows)].copy_(rows)
         self._tiles[: len(tiles)].copy_(tiles)
-        return self._prompts.replay(len(rows) // 3)
+        return self._prompts[divided].replay(len(rows) // 3)

@@ -16,9 +16,11 @@ from triton_models.engine.kernels.attention_decode import (
     share_out,
 )
 from triton_models.engine.kernels.attention_prefill import (
+    FEW_ROWS,
     make_tiles,
     prefill_attention,
     prefill_config,
+    prefill_workspace,
     queries_per_tile,
 )
 from triton_models.engine.kernels.elementwise import gelu, rotate_store, swiglu
@@ -38,7 +40,16 @@ from triton_models.engine.kernels.rows import BLOCK, MARKED_ROWS, SCALED_BLOCK, 
 from triton_models.engine.kernels.tiles import MAX_ROWS as TILED_ROWS
 from triton_models.engine.kernels.tiles import TILE, TiledLinear, takes_sums, tiled_linear
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Next, Norm, Rotary, StepLayout
+from triton_models.engine.models import (
+    Alibi,
+    CausalModel,
+    ChunkRows,
+    Next,
+    Norm,
+    Rotary,
+    StepLayout,
+    Tile,
+)
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
 
 _FP8_MULTIPLE = 16
@@ -75,6 +86,9 @@ class CudaOperations:
         self._scales: Scales = SCALED
         """What attention is to do to the latest product that goes into it."""
         self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
+        self._prefill_parts = prefill_workspace(
+            kv.heads, kv.head_dim, model.dtype, sm_count=_sm_count(model.device), device=model.device
+        )
 
     def begin(self, layout: StepLayout) -> None:
         """Divide the step's decodes among programs, as in all of its layers."""
@@ -85,13 +99,24 @@ class CudaOperations:
         if self._decodes:
             self._items = share_out(layout.decode_lengths, layout.slots, self._plan)
 
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[Tile]:
         """Divide chunks into the tiles of the prefill kernel."""
-        return make_tiles(chunks, self._tile(chunks[-1].end)) if chunks else []
+        if not chunks:
+            return []
+        rows = chunks[-1].end
+        config, parts = self._prefill(rows=rows), self._prefill_parts
+        programs = parts.places if parts is not None and rows <= self.divided_rows else 0
+        return make_tiles(chunks, self._tile(rows), keys=config.keys, programs=programs)
 
-    def most_tiles(self, rows: int, chunks: int) -> int:
+    @property
+    def divided_rows(self) -> int:
+        """In steps with more rows, whole tiles are work enough."""
+        return 0 if self._prefill_parts is None else FEW_ROWS
+
+    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
         """Return the most tiles: each chunk has at most one that it does not fill."""
-        return rows // self._tile(rows) + chunks
+        parts = self._prefill_parts.places if divided and self._prefill_parts is not None else 0
+        return rows // self._tile(rows) + chunks + parts
 
     def _tile(self, rows: int) -> int:
         """Return how many tokens a tile has in a step of `rows` rows."""
@@ -100,6 +125,8 @@ class CudaOperations:
     def reset(self) -> None:
         """Zero the counters that a failed launch may have left."""
         self._workspace.reset()
+        if self._prefill_parts is not None:
+            self._prefill_parts.reset()
         self._arrivals.zero_()
 
     def attend(
@@ -153,6 +180,7 @@ class CudaOperations:
                 attended.view(queries.shape),
                 config=config,
                 slopes=slopes,
+                workspace=self._prefill_parts if layout.divided else None,
             )
         if ahead is not None:
             self._ahead = attended, None, ahead

@@ -13,7 +13,16 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, 
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Next, Norm, Rotary, StepLayout
+from triton_models.engine.models import (
+    Alibi,
+    CausalModel,
+    ChunkRows,
+    Next,
+    Norm,
+    Rotary,
+    StepLayout,
+    Tile,
+)
 
 _BIASES = 2**24
 """Most biases of a prompt's scores that exist at once: 64 MiB in float32."""
@@ -83,11 +92,13 @@ class PlainMath:
 class HostOperations(PlainMath):
     """What `StepOperations` without kernels of a GPU have in common: no tiles from the host, and no state."""
 
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[tuple[int, int, int, int]]:  # noqa: ARG002 - it has none
+    divided_rows = 0
+
+    def tiles(self, chunks: Sequence[ChunkRows]) -> list[Tile]:  # noqa: ARG002 - it has none
         """Return [], since chunks are not divided."""
         return []
 
-    def most_tiles(self, rows: int, chunks: int) -> int:  # noqa: ARG002 - it has none
+    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:  # noqa: ARG002 - it has none
         """Return 0, since chunks are not divided."""
         return 0
 

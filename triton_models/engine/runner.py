@@ -13,7 +13,7 @@ from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import LARGEST_PROMPTS, CapturedSteps, DeviceStep
 from triton_models.engine.logits import compute_logits, with_logits
 from triton_models.engine.masks import fill_masks
-from triton_models.engine.models import CausalModel, ChunkRows, StepLayout
+from triton_models.engine.models import CausalModel, ChunkRows, StepLayout, Tile
 from triton_models.engine.sampler import SamplerOutputs, plain_rules, sampler_inputs, stage_sampling
 from triton_models.engine.scoring import prompt_chunks, score, stage_scores, with_scores
 from triton_models.engine.settings import EngineSettings
@@ -93,9 +93,8 @@ class Runner:
         self._captured: CapturedSteps | None = None
         self._largest = min(settings.largest_step, LARGEST_PROMPTS)
         if backend.graphs:
-            most_tiles = self._operations.most_tiles
             self._captured = CapturedSteps(
-                self._step, vocabulary=model.vocab_size, largest=self._largest, most_tiles=most_tiles
+                self._step, vocabulary=model.vocab_size, largest=self._largest, operations=self._operations
             )
 
     @_on_device
@@ -118,7 +117,7 @@ class Runner:
             decode_lengths=tokens[:0].int(),
             longest_decode=0,
             chunks=chunks,
-            tiles=tokens.new_tensor(self._operations.tiles(chunks)).view(-1, 4).int(),
+            tiles=tokens.new_tensor(self._operations.tiles(chunks)).view(-1, len(Tile._fields)).int(),
         )
         self._step.logits(self._step.forward(tokens, layout)[:spare].clone())
         return 0
@@ -152,7 +151,7 @@ class Runner:
         chunks = chunk_rows(step)
         scored = prompt_chunks(step, chunks, logits=False)
         staging = Staging()
-        captured = self._stage(staging, step, chunks)
+        captured, divided = self._stage(staging, step, chunks)
         stage_slots(staging, step.decodes, step.drafts, step.prefills, self._cache.block_size)
         stage_penalties(staging, step.prefills)
         stage_sampling(staging, step.sampling, step.followed)
@@ -167,11 +166,12 @@ class Runner:
         longest = max((chunk.end for chunk in step.decodes), default=0)
         if step.told:
             if captured:
-                hidden = captured.prompts(staged.rows, staged.tiles)
+                hidden = captured.prompts(staged.rows, staged.tiles, divided=divided)
             else:
                 hidden = self._step.prompts(
                     staged.rows.view(3, -1),
-                    staged.tiles.view(-1, 4),
+                    staged.tiles.view(-1, len(Tile._fields)),
+                    divided=divided,
                     decodes=len(step.decodes),
                     longest=longest,
                     chunks=chunks,
@@ -231,16 +231,22 @@ class Runner:
             results = with_scores(results, step.scores)
         return results if step.prompt_logits is None else with_logits(results, step.prompt_logits)
 
-    def _stage(self, staging: Staging, step: Step, chunks: tuple[ChunkRows, ...]) -> CapturedSteps | None:
-        """Stage what the forward pass computes; returns the captured steps if one of them fits this step."""
+    def _stage(
+        self, staging: Staging, step: Step, chunks: tuple[ChunkRows, ...]
+    ) -> tuple[CapturedSteps | None, bool]:
+        """Stage what the forward pass computes.
+
+        Returns the captured steps if one of them fits this step, and whether tiles are divided.
+        """
         slots = [slot_of(chunk.sequence) for chunk in step.decodes]
         tiles = self._operations.tiles(chunks)
+        divided = any(tile.parts > 1 for tile in tiles)
         captured, padding = self._captured, 0
         if captured is not None and chunks:
             rows = chunks[-1].end
-            if size := captured.size_for(rows, len(tiles)):
+            if size := captured.size_for(rows, len(tiles), divided=divided):
                 padding = size.rows - rows
-                tiles += [(0, 0, 0, 0)] * (size.tiles - len(tiles))
+                tiles += [Tile(0, 0, 0, 0)] * (size.tiles - len(tiles))
             else:
                 captured = None
         elif captured is not None:
@@ -250,7 +256,7 @@ class Runner:
         staging.integers("new_blocks", step.new_blocks if self._operations.clears_blocks else [])
         staging.integers("copies", [block for column in zip(*step.copies, strict=True) for block in column])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
-        return captured
+        return captured, divided
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:

@@ -81,7 +81,7 @@ class Staged:
     """Three columns, every row of a step with prompts: its slot, token and position; the decodes first, whose
     token is -1, since the device knows it and the position; padding at the end."""
     tiles: Tensor
-    """Four numbers each, see `StepOperations.tiles`; those of padding are 0."""
+    """Seven numbers each, see `StepOperations.tiles`; those of padding are 0."""
     picked: Tensor
     """The rows of a step with prompts that sample."""
     new_blocks: Tensor

@@ -14,6 +14,7 @@ from triton_models.engine.engine import Engine
 from triton_models.engine.graphs import (
     CapturedSteps,
     DeviceStep,
+    PromptsSize,
     SizedGraphs,
     decode_sizes,
     prompt_sizes,
@@ -21,6 +22,7 @@ from triton_models.engine.graphs import (
 from triton_models.engine.models import StepLayout
 from triton_models.engine.models.decoder import DecoderConfig
 from triton_models.engine.models.positions import Rope
+from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.sampler import PlainRules
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -52,8 +54,26 @@ def test_prompt_sizes_stay_within_a_step_and_waste_little(largest: int) -> None:
 SPARE = 6
 
 
-def sum_of(rows: int, chunks: int) -> int:
-    return rows + chunks
+DIVIDED_ROWS, PARTS = 32, 50
+
+
+class Tiled(TorchOperations):
+    """Says how many tiles there are."""
+
+    divided_rows = DIVIDED_ROWS
+
+    def __init__(self) -> None:
+        pass
+
+    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
+        return rows + chunks + divided * PARTS
+
+
+class FewerTiles(Tiled):
+    """As where the largest steps have larger tiles."""
+
+    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
+        return chunks + (2 if rows == 96 else rows)
 
 
 class Seen(DeviceStep):
@@ -82,20 +102,20 @@ def inputs(*, decodes: int, chunk: int, size: int) -> tuple[Tensor, Tensor]:
     slots = [2] * decodes + [1] * chunk + [SPARE] * padding
     tokens = [-1] * decodes + [7] * chunk + [0] * padding
     positions = [0] * decodes + [3] * chunk + [-1] * padding
-    tiles = [3] * (4 * chunk)
+    tiles = [3] * (7 * chunk)
     return torch.tensor(slots + tokens + positions), torch.tensor(
-        tiles + [0] * (4 * sum_of(size, 64) - len(tiles))
+        tiles + [0] * (7 * (size + 64) - len(tiles))
     )
 
 
 def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     do_again(monkeypatch)
     step = Seen()
-    captured = CapturedSteps(step, vocabulary=64, largest=96, most_tiles=sum_of)
+    captured = CapturedSteps(step, vocabulary=64, largest=96, operations=Tiled())
     captured.capture()
     step.steps.clear()
-    captured.prompts(*inputs(decodes=5, chunk=80, size=96))
-    hidden = captured.prompts(*inputs(decodes=2, chunk=20, size=32))
+    captured.prompts(*inputs(decodes=5, chunk=80, size=96), divided=False)
+    hidden = captured.prompts(*inputs(decodes=2, chunk=20, size=32), divided=False)
     (before, _), (tokens, layout) = step.steps
     assert len(before) == 96
     assert tokens == [9] * 2 + [7] * 20 + [0] * 10
@@ -104,24 +124,38 @@ def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.M
     assert layout.slots.tolist() == [2] * 2 + [1] * 20 + [SPARE] * 10
     assert layout.positions.tolist() == [5] * 2 + [3] * 20 + [-1] * 10
     assert layout.tiles is not None
-    assert layout.tiles.sum(1).tolist() == [12] * 20 + [0] * (len(layout.tiles) - 20)
+    assert layout.tiles.sum(1).tolist() == [21] * 20 + [0] * (len(layout.tiles) - 20)
 
 
 def test_a_small_step_may_have_more_tiles_than_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     do_again(monkeypatch)
     step = Seen()
-    captured = CapturedSteps(
-        step, vocabulary=64, largest=96, most_tiles=lambda rows, chunks: chunks + (2 if rows == 96 else rows)
-    )
+    captured = CapturedSteps(step, vocabulary=64, largest=96, operations=FewerTiles())
     captured.capture()
     step.steps.clear()
-    size = captured.size_for(30, 90)
-    assert size == (32, 96)
-    tokens, tiles = torch.full((3 * 32,), 1), torch.arange(4 * 96)
-    captured.prompts(tokens, tiles)
+    size = captured.size_for(30, 90, divided=False)
+    assert size == PromptsSize(32, 96, divided=False)
+    tokens, tiles = torch.full((3 * 32,), 1), torch.arange(7 * 96)
+    captured.prompts(tokens, tiles, divided=False)
     ((_, layout),) = step.steps
     assert layout.tiles is not None
     assert layout.tiles.flatten().tolist() == tiles.tolist()
+
+
+def test_steps_of_few_rows_are_captured_with_divided_tiles_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    do_again(monkeypatch)
+    step = Seen()
+    captured = CapturedSteps(step, vocabulary=64, largest=96, operations=Tiled())
+    captured.capture()
+    step.steps.clear()
+    assert captured.size_for(30, 90, divided=False) == PromptsSize(32, 96, divided=False)
+    assert captured.size_for(30, 90, divided=True) == PromptsSize(32, 146, divided=True)
+    assert captured.size_for(30, 147, divided=True) is None
+    assert captured.size_for(33, 1, divided=True) is None
+    for divided in (True, False):
+        captured.prompts(torch.full((3 * 32,), 1), torch.ones(7 * 96, dtype=torch.int64), divided=divided)
+    assert [layout.divided for _, layout in step.steps] == [True, False]
+    assert [len(layout.tiles) for _, layout in step.steps if layout.tiles is not None] == [146, 96]
 
 
 def test_steps_with_prompts_are_timed_at_each_size_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +234,7 @@ def test_captured_sampling_heeds_every_rows_rules(
 
     monkeypatch.setattr(CapturedSteps, "finish", seen)
     # Torch's operations cannot compute padded prompts.
-    monkeypatch.setattr(CapturedSteps, "size_for", lambda *_: None)
+    monkeypatch.setattr(CapturedSteps, "size_for", lambda *_, **__: None)
     prompts = DeviceStep.prompts
 
     def not_padded(self: DeviceStep, rows: Tensor, *args: Any, **kinds: Any) -> Tensor:

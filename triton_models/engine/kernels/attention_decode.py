@@ -18,6 +18,7 @@ from triton_models.engine.kernels.heads import (
     padded,
     store_new,
 )
+from triton_models.engine.kernels.parts import leave_part, merge_parts
 from triton_models.engine.kernels.rows import block_sums, in_8_bits, mark_places
 from triton_models.engine.models import Rotary
 
@@ -305,50 +306,6 @@ def _share_out(
         tl.store(items + (first + lanes) * _ITEM, -1, mask=first + lanes < programs)
 
 
-@triton.jit
-def _merge(
-    sums_in,
-    scales_in,
-    first,
-    parts,
-    real,
-    log2_scale,
-    GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Merge a sequence's parts in order; the surplus ones of the last loop iteration change nothing.
-
-    Scores are unscaled, and -inf means no keys.
-    """
-    lanes = tl.arange(0, LANES)
-    dims = tl.arange(0, DIMS)
-    high = tl.full([LANES], -float("inf"), tl.float32)
-    weights = tl.zeros([LANES], tl.float32)
-    sums = tl.zeros([LANES, DIMS], tl.float32)
-    for begin in range(0, parts, _MERGE_STEP):
-        for step in tl.static_range(_MERGE_STEP):
-            exists = begin + step + tl.zeros_like(lanes) < parts
-            at = first + begin + step
-            # Bypasses the L1 cache, which is not coherent.
-            scales = scales_in + at * (2 * LANES) + lanes
-            other_high = tl.load(scales, mask=exists, other=-float("inf"), cache_modifier=".cg")
-            other_weights = tl.load(scales + LANES, mask=exists, other=0.0, cache_modifier=".cg")
-            other_sums = tl.load(
-                sums_in + at * (GROUP * DIMS) + lanes[:, None] * DIMS + dims[None, :],
-                mask=real & exists[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new = tl.maximum(high, other_high)
-            keep = tl.exp2((high - new) * log2_scale)
-            add = tl.exp2((other_high - new) * log2_scale)
-            weights = tl.fma(weights, keep, other_weights * add)
-            sums = tl.fma(sums, tl.broadcast_to(keep[:, None], sums.shape), other_sums * add[:, None])
-            high = new
-    return weights, sums
-
-
 @triton.jit(
     do_not_specialize=["query_stride", "table_stride"],
     do_not_specialize_on_alignment=["tables", "items", "arrivals"],
@@ -441,22 +398,16 @@ def _decode(
         high = new
     if share < tiles:
         at = partial + part
-        tl.store(scales_out + at * (2 * LANES) + lanes, high)
-        tl.store(scales_out + at * (2 * LANES) + LANES + lanes, weights)
-        tl.store(
-            sums_out + at * (GROUP * DIMS) + lanes[:, None] * DIMS + dims[None, :],
-            sums,
-            mask=real,
+        arrived = leave_part(
+            sums_out, scales_out, arrivals + pair, at, high, weights, sums, real, GROUP, LANES, DIMS
         )
-        # All threads' stores precede the barrier, and the barrier precedes the atomic, which publishes them
-        # (release) and makes the others' visible to the last program (acquire).
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel", scope="gpu")
         parts = tl.cdiv(tiles, share)
         if arrived + 1 < parts:
             return
         tl.store(arrivals + pair, 0)
-        weights, sums = _merge(sums_out, scales_out, partial, parts, real, log2_scale, GROUP, LANES, DIMS)
+        weights, sums = merge_parts(
+            sums_out, scales_out, partial, parts, real, log2_scale, GROUP, LANES, DIMS, _MERGE_STEP
+        )
     result = sums / weights[:, None]
     head = batch_row.to(tl.int64) * (KV_HEADS * GROUP) + heads[:, None]
     numbers = result.to(out.dtype.element_ty)

@@ -1,4 +1,8 @@
-"""Paged causal attention of several new tokens per sequence, for prompts and chunks of prompts."""
+"""Paged causal attention of several new tokens per sequence, for prompts and chunks of prompts.
+
+Where a step has few new tokens, which follow many, their keys are divided among programs as those of decodes
+are.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,13 +15,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
-from triton_models.engine.models import ChunkRows
+from triton_models.engine.kernels.parts import leave_part, merge_parts
+from triton_models.engine.models import ChunkRows, Tile
 
 _BLOCK_KEYS = 64
 _LARGEST_HEAD = 128
 MANY_ROWS: Final = 992
 """With more rows in a step, tiles of twice the queries still give every multiprocessor work. There is a
 captured step of this size, so that padding makes no step a large one."""
+
+FEW_ROWS: Final = 128
+"""With more rows in a step, keys are not divided. That takes a kernel with more registers, and captured steps
+of their own."""
+
+_LEAST_LOADS = 8
+"""Loads of keys that a part takes at least: so many that merging is little."""
+
+_MOST_PARTS = 64
+"""Most parts of a tile."""
+
+_PROGRAMS_PER_SM = 2
+"""Programs that the keys of few tokens are divided among, for each multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +87,75 @@ def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> 
     return max(1, config.rows // (query_heads // kv_heads))
 
 
-def make_tiles(chunks: Iterable[ChunkRows], tile: int) -> list[tuple[int, int, int, int]]:
-    """Divide the new tokens of a step among programs.
+class PrefillWorkspace:
+    """Buffers in which the programs of a tile leave results for the one that merges them; made only once.
+
+    Launches that share a workspace must not overlap: use one stream, or order them by events. `places`:
+    parts of all divided tiles together.
+    """
+
+    def __init__(
+        self, *, places: int, kv_heads: int, head_dim: int, config: PrefillConfig, device: torch.device
+    ) -> None:
+        self.places = places
+        self.sums = torch.empty(
+            (kv_heads, places, config.rows, padded(head_dim)), dtype=torch.float32, device=device
+        )
+        """Unnormalised weighted sums of values: [KV heads, places, rows, padded head_dim]."""
+        self.scales = torch.empty((kv_heads, places, 2, config.rows), dtype=torch.float32, device=device)
+        """Each row's highest score, then its sum of weights."""
+        self.arrivals = torch.zeros((kv_heads, places), dtype=torch.int32, device=device)
+        """Programs that have finished, at their tile's first place; zero again when a launch ends."""
+
+    def reset(self) -> None:
+        """Make the workspace usable again after a launch that failed midway."""
+        self.arrivals.zero_()
+
+
+def prefill_workspace(
+    kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: int, device: torch.device
+) -> PrefillWorkspace | None:
+    """Return the workspace for the tiles of small steps; None where keys are not to be divided.
+
+    That is so in float32, where a row is to be the same bits in any batch.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    places = max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
+    config = prefill_config(head_dim, dtype)
+    return PrefillWorkspace(places=places, kv_heads=kv_heads, head_dim=head_dim, config=config, device=device)
+
+
+def make_tiles(chunks: Iterable[ChunkRows], tile: int, *, keys: int = 1, programs: int = 0) -> list[Tile]:
+    """Divide the new tokens of a step among programs, and where these are few, the keys of tokens as well.
 
     Args:
         chunks: the new tokens of each sequence.
         tile: most tokens in one tile, from `queries_per_tile`.
+        keys: loaded at once.
+        programs: of a KV head, that should have work. No more parts than these need a place. 0: no keys are
+            divided, so that a row's result depends on nothing else in the step.
 
     Returns:
-        (table row, first row of the step, first position, tokens) of each tile, the longest past first.
-        Programs start in this order, so that short ones fill the gaps at the end.
+        The tiles, those with most keys first. Programs start in this order, so that short ones fill the gaps
+        at the end.
     """
-    tiles = [
-        (each.slot, row, each.offset + row - each.start, min(tile, each.end - row))
+    whole = [
+        Tile(each.slot, row, each.offset + row - each.start, min(tile, each.end - row), parts=1)
         for each in chunks
         for row in range(each.start, each.end, tile)
     ]
-    return sorted(tiles, key=lambda each: -each[2])
+    if not programs:
+        return sorted(whole, key=lambda each: -each.position)
+    loads = [-(-(each.position + each.tokens) // keys) for each in whole]
+    share = max(_LEAST_LOADS, -(-sum(loads) // programs))
+    divided, place = [], 0
+    for each, load in zip(whole, loads, strict=True):
+        parts = min(max(1, load // share), _MOST_PARTS)
+        pieces = (each._replace(part=part, parts=parts, place=place) for part in range(parts))
+        divided += [(load / parts, piece) for piece in pieces]
+        place += parts if parts > 1 else 0
+    return [each for _, each in sorted(divided, key=lambda each: -each[0])]
 
 
 def prefill_attention(
@@ -98,14 +168,16 @@ def prefill_attention(
     *,
     config: PrefillConfig | None = None,
     slopes: Tensor | None = None,
+    workspace: PrefillWorkspace | None = None,
 ) -> None:
     """Attend each new token to its sequence up to and including itself, scaled by head_dim ** -0.5.
 
     The keys and values of the new tokens must already be in the cache. Nothing beyond a tile's last token is
     used: entries of `tables` there may be anything, and what other tokens left in a block affects no result.
-    A row's result does not depend on what else is in the step.
+    A row's result depends on how its tile's keys are divided, and on nothing else in the step.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes
+    and a workspace.
     No other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values`,
     `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
@@ -114,11 +186,12 @@ def prefill_attention(
         keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries.
         values: like `keys`.
         tables: [S, W] int32, block numbers.
-        tiles: [N, 4] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
+        tiles: [N, 7] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
         out: [T, query heads, head_dim], contiguous; the rows that tiles name are written.
         config: None: the choice of `prefill_config`. With `in_blocks`, its keys divide `block_size`, and the
             numbers of a head take a multiple of 16 bytes.
         slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
+        workspace: for the parts of divided tiles, of the same config; None: there are none.
 
     Raises:
         ValueError: keys are to be loaded in blocks that hold no whole number of tiles.
@@ -140,6 +213,9 @@ def prefill_attention(
         tiles,
         out,
         slopes,
+        workspace and workspace.sums,
+        workspace and workspace.scales,
+        workspace and workspace.arrivals,
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
@@ -150,6 +226,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         KEYS=config.keys,
         IN_BLOCKS=config.in_blocks,
+        PLACES=workspace.places if workspace else 0,
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -239,6 +316,9 @@ def _prefill(
     tiles,
     out,
     slopes,
+    sums_out,
+    scales_out,
+    arrivals,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -249,11 +329,14 @@ def _prefill(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     IN_BLOCKS: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    tiles += tl.program_id(1) * 4
+    tiles += tl.program_id(1) * 7
     table_row, first_row = tl.load(tiles), tl.load(tiles + 1)
     offset, count = tl.load(tiles + 2), tl.load(tiles + 3)
+    if count == 0:
+        return
 
     # Rows are queries; the GROUP heads of one token are adjacent.
     lanes = tl.arange(0, ROWS)
@@ -277,14 +360,35 @@ def _prefill(
     slope = load_slopes(slopes, heads, tokens < count, HEAD_DIM)
     end = offset + count
     whole = (offset + 1) // KEYS
+    first, last = 0, tl.cdiv(end, KEYS)
+    if PLACES:
+        # Every query attends to the first key of the last part, which is longer than a tile has tokens.
+        part, parts = tl.load(tiles + 4), tl.load(tiles + 5)
+        first, last = last * part // parts, last * (part + 1) // parts
     high, weights, sums = _attend(
         query, query_positions, slope, high, weights, sums, keys, values, kv_head, table,
-        0, whole, end, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, IN_BLOCKS, MASKED=False,
+        first, tl.minimum(whole, last), end,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, IN_BLOCKS, MASKED=False,
     )  # fmt: skip
     high, weights, sums = _attend(
         query, query_positions, slope, high, weights, sums, keys, values, kv_head, table,
-        whole, tl.cdiv(end, KEYS), end, KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, IN_BLOCKS, MASKED=True,
+        tl.maximum(first, whole), last, end,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, KEYS, IN_BLOCKS, MASKED=True,
     )  # fmt: skip
+    if PLACES:  # noqa: SIM102 - without places, the second is not compiled
+        if parts > 1:
+            log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
+            place = kv_head * PLACES + tl.load(tiles + 6)
+            arrived = leave_part(
+                sums_out, scales_out, arrivals + place, place + part,
+                high, weights, sums, real, ROWS, ROWS, DIMS,
+            )  # fmt: skip
+            if arrived + 1 < parts:
+                return
+            tl.store(arrivals + place, 0)
+            weights, sums = merge_parts(
+                sums_out, scales_out, place, parts, real, log2_scale, ROWS, ROWS, DIMS, 1
+            )
     tl.store(
         out + (rows * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :],
         (sums / weights[:, None]).to(out.dtype.element_ty),

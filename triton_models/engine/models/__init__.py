@@ -5,7 +5,7 @@ Knows nothing of any particular model, nor of any device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -88,6 +88,21 @@ class ChunkRows:
         return self.offset + self.end - self.start
 
 
+class Tile(NamedTuple):
+    """What a program of attention takes: some new tokens of a sequence, and a part of their keys."""
+
+    slot: int
+    row: int
+    """The first of the step's rows."""
+    position: int
+    """The first token's place in its sequence."""
+    tokens: int
+    part: int = 0
+    parts: int = 0
+    place: int = 0
+    """Where the results of the first part go."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Which of a step's T tokens belongs to which sequence: first D decodes, one token each; then chunks."""
@@ -104,7 +119,9 @@ class StepLayout:
     """Upper bound of `decode_lengths`: it affects what plain torch takes, but no results."""
     chunks: tuple[ChunkRows, ...] = ()
     tiles: Tensor | None = None
-    """[N, 4] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""
+    """[N, 7] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""
+    divided: bool = False
+    """Whether a tile may have only a part of its tokens' keys. That takes a little longer where none has."""
 
 
 class Operations(Protocol):

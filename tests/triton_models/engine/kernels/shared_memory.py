@@ -48,8 +48,13 @@ def launch(head_dim: int, dtype: torch.dtype) -> None:
     cache = torch.zeros(4, BLOCK_SIZE, KV_HEADS, head_dim, dtype=dtype)
     numbers, tables = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
     out = torch.zeros(2, heads, head_dim, dtype=dtype)
-    tiles = torch.zeros(1, 4, dtype=torch.int32)
-    attention_prefill.prefill_attention(projected[:, :heads], cache, cache, tables, tiles, out)
+    tiles = torch.zeros(1, 7, dtype=torch.int32)
+    divided = attention_prefill.prefill_workspace(
+        KV_HEADS, head_dim, dtype, sm_count=80, device=torch.device("cpu")
+    )
+    attention_prefill.prefill_attention(
+        projected[:, :heads], cache, cache, tables, tiles, out, workspace=divided
+    )
     plan = plan_decode(KV_HEADS, head_dim, dtype, sm_count=80)
     workspace = DecodeWorkspace(
         rows=2, query_heads=heads, kv_heads=KV_HEADS, head_dim=head_dim, device=torch.device("cpu")

@@ -14,12 +14,14 @@ from triton_models.engine.graphs import prompt_sizes
 from triton_models.engine.kernels.attention_prefill import (
     MANY_ROWS,
     PrefillConfig,
+    PrefillWorkspace,
     make_tiles,
     prefill_attention,
     prefill_config,
+    prefill_workspace,
     queries_per_tile,
 )
-from triton_models.engine.models import ChunkRows
+from triton_models.engine.models import ChunkRows, Tile
 
 SMALL = PrefillConfig(rows=16, keys=16, warps=4, stages=2)
 
@@ -30,31 +32,50 @@ def prefill(
     offsets: list[int],
     config: PrefillConfig = SMALL,
     slopes: Tensor | None = None,
+    *,
+    programs: int = 0,
 ) -> list[Tensor]:
-    """Attend every sequence's queries in one launch, rows of the step in the sequences' order."""
+    """Attend every sequence's queries in one launch, rows of the step in the sequences' order.
+
+    `programs`: among which keys are divided.
+    """
     chunks, start = [], 0
     for row, part, offset in zip(case.table_rows, queries, offsets, strict=True):
         chunks.append(ChunkRows(row, start, start + len(part), offset))
         start += len(part)
     shape = case.shape
     tile = queries_per_tile(shape.query_heads, shape.kv_heads, config)
-    tiles = torch.tensor(make_tiles(chunks, tile), dtype=torch.int32, device=case.device)
+    divided = make_tiles(chunks, tile, keys=config.keys, programs=programs)
+    tiles = torch.tensor(divided, dtype=torch.int32, device=case.device)
+    workspace = None
+    if programs:
+        workspace = PrefillWorkspace(
+            places=programs,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            config=config,
+            device=case.device,
+        )
+        for left in (workspace.sums, workspace.scales):
+            left.fill_(torch.nan)
     # As the engine has them: the first heads of a wider product.
     projected = torch.cat(queries).repeat(1, 2, 1)
     out = torch.full((start, shape.query_heads, shape.head_dim), torch.nan).to(projected)
     prefill_attention(
         projected[:, : shape.query_heads], case.keys, case.values, case.tables, tiles, out,
-        config=config, slopes=slopes,
+        config=config, slopes=slopes, workspace=workspace,
     )  # fmt: skip
+    assert workspace is None or not workspace.arrivals.any()
     return list(torch.split(out, [len(part) for part in queries]))
 
 
 @given(
-    chunks=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 25)), min_size=1, max_size=3),
+    chunks=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 25)), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4, 16]),
     head_dim=st.sampled_from([16, 20]),
     block_size=st.sampled_from([16, 32]),
     in_blocks=st.booleans(),
+    programs=st.sampled_from([0, 1, 4, 99]),
     seed=st.integers(0, 1000),
 )
 @hypothesis_settings(max_examples=20)
@@ -66,14 +87,16 @@ def test_equals_direct_attention(
     head_dim: int,
     block_size: int,
     in_blocks: bool,
+    programs: int,
     seed: int,
 ) -> None:
+    """However keys are divided, also among more programs than there are keys for."""
     offsets = [offset for offset, _ in chunks]
     shape = Shape(group=group, kv_heads=1, head_dim=head_dim, block_size=block_size)
     case = PagedCase([offset + count for offset, count in chunks], shape, device=device, seed=seed)
     queries = [case.random(count, shape.query_heads) for _, count in chunks]
     config = replace(SMALL, in_blocks=in_blocks)
-    for number, actual in enumerate(prefill(case, queries, offsets, config)):
+    for number, actual in enumerate(prefill(case, queries, offsets, config, programs=programs)):
         assert_close(actual, case.attend(number, queries[number], offsets[number]))
 
 
@@ -172,7 +195,7 @@ def test_heads_beyond_the_rows_of_a_tile_get_a_larger_one(device: torch.device) 
 def test_rows_that_no_tile_names_are_left_alone(device: torch.device) -> None:
     case = PagedCase([9], Shape(), device=device)
     queries = case.random(9, case.shape.query_heads)
-    tiles = torch.tensor([(case.table_rows[0], 2, 2, 3)], dtype=torch.int32, device=device)
+    tiles = torch.tensor([Tile(case.table_rows[0], 2, 2, 3)], dtype=torch.int32, device=device)
     out = torch.full_like(queries, 7)
     prefill_attention(queries, case.keys, case.values, case.tables, tiles, out, config=SMALL)
     assert_close(out[2:5], case.attend(0, queries, 0)[2:5])
@@ -186,7 +209,65 @@ def test_tiles_cover_every_query_once_and_start_with_the_longest_past() -> None:
         ChunkRows(slot=2, start=10, end=15, offset=30),
     ]
     tiles = make_tiles(chunks, 4)
-    assert tiles == [(2, 14, 34, 1), (2, 10, 30, 4), (4, 9, 8, 1), (4, 5, 4, 4), (4, 1, 0, 4)]
+    expected = [(2, 14, 34, 1), (2, 10, 30, 4), (4, 9, 8, 1), (4, 5, 4, 4), (4, 1, 0, 4)]
+    assert tiles == [Tile(*each, parts=1) for each in expected]
+
+
+def test_keys_of_few_tokens_are_divided_evenly_and_those_of_many_not_at_all() -> None:
+    few = make_tiles([ChunkRows(slot=1, start=0, end=6, offset=10_000)], 4, keys=64, programs=12)
+    assert [(each.tokens, each.part, each.parts) for each in few[:5]] == [(4, part, 5) for part in range(5)]
+    assert {each.place for each in few} == {0, 5}
+    assert len(few) == 10
+    many = make_tiles([ChunkRows(slot=1, start=0, end=900, offset=10_000)], 4, keys=64, programs=132)
+    assert {each.parts for each in many} == {1}
+    short = make_tiles([ChunkRows(slot=1, start=0, end=6, offset=500)], 4, keys=64, programs=132)
+    assert {each.parts for each in short} == {1}
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 90)), min_size=1, max_size=12),
+    programs=st.integers(1, 200),
+    tile=st.sampled_from([1, 4, 64]),
+)
+def test_parts_have_places_of_their_own_and_none_is_empty(
+    *, chunks: list[tuple[int, int]], programs: int, tile: int
+) -> None:
+    rows, step = 0, []
+    for slot, (offset, count) in enumerate(chunks):
+        step.append(ChunkRows(slot, rows, rows + count, offset))
+        rows += count
+    tiles = make_tiles(step, tile, keys=64, programs=programs)
+    places = [each.place + each.part for each in tiles if each.parts > 1]
+    assert sorted(places) == [*range(len(places))]
+    assert len(places) <= programs
+    by_tile: dict[int, list[int]] = {}
+    for each in tiles:
+        loads = -(-(each.position + each.tokens) // 64)
+        first, last = (loads * part // each.parts for part in (each.part, each.part + 1))
+        # What the kernel relies on: the first token of a tile sees a key of every part.
+        assert first < last
+        assert first * 64 <= each.position
+        by_tile.setdefault(each.row, []).append(each.part)
+        assert each.parts <= 64
+    assert all(sorted(parts) == [*range(len(parts))] for parts in by_tile.values())
+    assert len(by_tile) == len(make_tiles(step, tile))
+
+
+def test_only_16_bits_and_small_steps_have_parts() -> None:
+    """In float32 a row is the same bits in any batch."""
+    device = torch.device("cpu")
+    divided = prefill_workspace(2, 128, torch.bfloat16, sm_count=132, device=device)
+    assert divided is not None
+    assert divided.places == 132
+    assert divided.sums.shape[2] == prefill_config(128, torch.bfloat16, block_size=64, rows=MANY_ROWS).rows
+    assert prefill_workspace(2, 128, torch.float32, sm_count=132, device=device) is None
+
+
+def test_a_workspace_is_usable_again_after_a_failed_launch() -> None:
+    workspace = PrefillWorkspace(places=4, kv_heads=2, head_dim=16, config=SMALL, device=torch.device("cpu"))
+    workspace.arrivals[1, 0] = 3
+    workspace.reset()
+    assert not workspace.arrivals.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,20 +27,17 @@ from triton_models.engine.beams import BeamParams, BeamRequest, BeamSearches
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.capacity import Capacity, choose_capacity
 from triton_models.engine.engine import Engine
-from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels.attention_decode import DecodePlan, share_out
-from triton_models.engine.kernels.attention_prefill import MANY_ROWS
 from triton_models.engine.kernels.fp8 import quantise_rows
 from triton_models.engine.kernels.linear import Tiling
 from triton_models.engine.kernels.tiles import TiledLinear, tiled
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import CausalModel, ChunkRows, KVShape, Next, Norm, StepLayout
+from triton_models.engine.models import CausalModel, KVShape, Next, Norm
 from triton_models.engine.ops_cuda import CudaOperations
 from triton_models.engine.quantised import FP8_CAPABILITY, Fp8Linear, Int4Linear, Int8Linear, QuantisedLinear
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
-from triton_models.engine.slots import SlotTable
 from triton_models.transformers_checkpoint import load_transformers
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -334,40 +331,6 @@ def test_a_norm_that_is_told_ahead_changes_no_number(
     assert torch.equal(others, operations.linear(begun, matrix, norm=second))
 
 
-@pytest.mark.parametrize(("block_size", "rows"), [(64, MANY_ROWS), (64, MANY_ROWS + 1), (16, 2048)])
-def test_attention_gets_the_tiles_that_were_made_for_it(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, block_size: int, rows: int
-) -> None:
-    """In a captured step, too, whose rows and tiles are filled up."""
-    monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
-    launched = Mock()
-    monkeypatch.setattr(ops_cuda, "prefill_attention", launched)
-    model = SimpleNamespace(
-        kv_shape=KVShape(layers=1, heads=2, head_dim=128), query_heads=32, dtype=torch.bfloat16, device=device
-    )
-    cache = SimpleNamespace(keys=[None], values=[None], block_size=block_size)
-    operations = CudaOperations(model, cache, rows=1)
-    tiles = operations.tiles([ChunkRows(1, 0, 5, 0), ChunkRows(0, 5, rows, 3)])
-    padded = next(size for size in graphs.prompt_sizes(2048) if size >= rows)
-    assert len(tiles) <= operations.most_tiles(padded, 2)
-    for size in (rows, padded):
-        positions = torch.zeros(size, dtype=torch.int64, device=device)
-        layout = StepLayout(
-            tables=positions.int()[:2, None],
-            slots=positions.int(),
-            positions=positions,
-            decode_lengths=positions[:0].int(),
-            longest_decode=0,
-            tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-        )
-        operations.begin(layout)
-        projected = torch.zeros(size, 36, 128, dtype=torch.bfloat16, device=device)
-        operations.attend(0, projected, SimpleNamespace(cos=None, sin=None))
-        config = launched.call_args.kwargs["config"]
-        assert (config.in_blocks, config.rows) == (block_size == 64, 128 if rows == MANY_ROWS + 1 else 64)
-        assert config.rows == 16 * max(count for *_, count in tiles)
-
-
 def test_sampled_answers_are_the_plain_ones(kernels: Backend, device: torch.device) -> None:
     model = load_model(GOLDEN / "chatglm3", torch.float32, device)
     requests = [
@@ -447,27 +410,3 @@ def test_the_largest_steps_run_in_one_block_and_leave_nothing(
         assert cache() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(32, 2), (32, 32), (4, 2)])
-@pytest.mark.parametrize("lengths", [[160], [100, 60], [1] * 40 + [120]], ids=["one", "two", "many"])
-def test_every_step_of_prompts_has_room_among_the_captured(
-    device: torch.device, dtype: torch.dtype, query_heads: int, kv_heads: int, lengths: list[int]
-) -> None:
-    model = SimpleNamespace(
-        kv_shape=KVShape(layers=1, heads=kv_heads, head_dim=128),
-        query_heads=query_heads,
-        dtype=dtype,
-        device=device,
-    )
-    operations = CudaOperations(model, SimpleNamespace(block_size=16), rows=1)
-    chunks, row = [], 0
-    for slot, length in enumerate(lengths):
-        chunks.append(ChunkRows(slot=slot, start=row, end=row + length, offset=0))
-        row += length
-    step = DeviceStep(model, PLAIN, operations, SlotTable(64, 4, device), longest=512)
-    prompts = CapturedSteps(step, vocabulary=64, largest=160, most_tiles=operations.most_tiles)
-    size = prompts.size_for(row, len(operations.tiles(chunks)))
-    assert size is not None
-    assert size.rows == 160

@@ -56,8 +56,12 @@ def launch(rows: int, width: int, *, misaligned: bool, extra: int | None) -> Non
         attention_decode.decode_attention(
             each, cache, cache, tables, items, out, plan=plan, workspace=workspace
         )
-    tiles = integers(4 * rows, misaligned=misaligned).view(rows, 4)
+    tiles = integers(7 * rows, misaligned=misaligned).view(rows, 7)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out)
+    divided = attention_prefill.prefill_workspace(
+        2, 16, torch.bfloat16, sm_count=8, device=torch.device("cpu")
+    )
+    attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out, workspace=divided)
     in_blocks = PrefillConfig(rows=64, keys=16, warps=4, stages=2, in_blocks=True)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out, config=in_blocks)
     elementwise.rotate_store(projected, angles, angles, numbers, tables, numbers, cache, cache, query_heads=6)
