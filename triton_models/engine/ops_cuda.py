@@ -15,6 +15,12 @@ from triton_models.engine.kernels.attention_decode import (
     plan_decode,
     share_out,
 )
+from triton_models.engine.kernels.attention_library import (
+    KEYS,
+    attend_earlier,
+    has_library,
+    long_chunk,
+)
 from triton_models.engine.kernels.attention_prefill import (
     FEW_ROWS,
     make_tiles,
@@ -86,6 +92,7 @@ class CudaOperations:
         self._scales: Scales = SCALED
         """What attention is to do to the latest product that goes into it."""
         self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
+        self._library = has_library(model.device, model.dtype, kv.head_dim)
         self._prefill_parts = prefill_workspace(
             kv.heads, kv.head_dim, model.dtype, sm_count=_sm_count(model.device), device=model.device
         )
@@ -121,6 +128,20 @@ class CudaOperations:
     def _tile(self, rows: int) -> int:
         """Return how many tokens a tile has in a step of `rows` rows."""
         return queries_per_tile(self._query_heads, self._kv_heads, self._prefill(rows=rows))
+
+    def captures(self, chunks: Sequence[ChunkRows]) -> bool:
+        """Return False if the library attends to what precedes one of them: other work for each length."""
+        return not (self._library and long_chunk(chunks))
+
+    def warm_up(self, rows: int, context: int) -> None:
+        """Have the library plan its work for each number of earlier tokens."""
+        if not self._library:
+            return
+        cached = self._cache.keys[0], self._cache.values[0]
+        queries = cached[0].new_zeros((rows, self._query_heads, cached[0].shape[-1]))
+        tables = cached[0].new_zeros((1, context // self._cache.block_size), dtype=torch.int32)
+        for offset in range(KEYS, context, KEYS):
+            attend_earlier(queries, *cached, tables, ChunkRows(0, 0, rows, offset))
 
     def reset(self) -> None:
         """Zero the counters that a failed launch may have left."""
@@ -171,6 +192,8 @@ class CudaOperations:
             )
         if layout.tiles is not None:
             config = self._prefill(rows=len(queries))
+            chunk = long_chunk(layout.chunks) if self._library and slopes is None else None
+            earlier = attend_earlier(queries, keys, values, tables, chunk) if chunk else None
             prefill_attention(
                 queries,
                 keys,
@@ -181,6 +204,7 @@ class CudaOperations:
                 config=config,
                 slopes=slopes,
                 workspace=self._prefill_parts if layout.divided else None,
+                earlier=earlier,
             )
         if ahead is not None:
             self._ahead = attended, None, ahead

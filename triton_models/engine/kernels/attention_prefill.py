@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_models.engine.kernels.attention_library import Earlier
 from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
 from triton_models.engine.kernels.parts import leave_part, merge_parts
 from triton_models.engine.models import ChunkRows, Tile
@@ -169,6 +170,7 @@ def prefill_attention(
     config: PrefillConfig | None = None,
     slopes: Tensor | None = None,
     workspace: PrefillWorkspace | None = None,
+    earlier: Earlier | None = None,
 ) -> None:
     """Attend each new token to its sequence up to and including itself, scaled by head_dim ** -0.5.
 
@@ -176,8 +178,8 @@ def prefill_attention(
     used: entries of `tables` there may be anything, and what other tokens left in a block affects no result.
     A row's result depends on how its tile's keys are divided, and on nothing else in the step.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes
-    and a workspace.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes,
+    a workspace and earlier keys.
     No other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values`,
     `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
@@ -192,6 +194,7 @@ def prefill_attention(
             numbers of a head take a multiple of 16 bytes.
         slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
         workspace: for the parts of divided tiles, of the same config; None: there are none.
+        earlier: what is known of the first keys of one sequence, whole tiles of them; all rows of the step.
 
     Raises:
         ValueError: keys are to be loaded in blocks that hold no whole number of tiles.
@@ -216,6 +219,11 @@ def prefill_attention(
         workspace and workspace.sums,
         workspace and workspace.scales,
         workspace and workspace.arrivals,
+        earlier and earlier.sums,
+        earlier and earlier.logs,
+        earlier.slot if earlier else -1,
+        earlier.keys if earlier else 0,
+        len(queries),
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
@@ -305,7 +313,7 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["query_stride", "table_stride"],
+    do_not_specialize=["earlier_row", "earlier_keys", "step_rows", "query_stride", "table_stride"],
     do_not_specialize_on_alignment=["tables", "tiles"],
 )
 def _prefill(
@@ -319,6 +327,11 @@ def _prefill(
     sums_out,
     scales_out,
     arrivals,
+    earlier_sums,
+    earlier_logs,
+    earlier_row,
+    earlier_keys,
+    step_rows,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -365,6 +378,18 @@ def _prefill(
         # Every query attends to the first key of the last part, which is longer than a tile has tokens.
         part, parts = tl.load(tiles + 4), tl.load(tiles + 5)
         first, last = last * part // parts, last * (part + 1) // parts
+    if earlier_sums is not None:  # noqa: SIM102 - without them, the second is not compiled
+        if table_row == earlier_row:
+            # As if the first keys were one, whose score is as high as all of theirs together.
+            first = earlier_keys // KEYS
+            high = tl.load(earlier_logs + heads * step_rows + rows, mask=tokens < count, other=0.0)
+            high *= HEAD_DIM**0.5
+            weights += 1.0
+            sums = tl.load(
+                earlier_sums + (rows * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :],
+                mask=real,
+                other=0.0,
+            ).to(tl.float32)
     high, weights, sums = _attend(
         query, query_positions, slope, high, weights, sums, keys, values, kv_head, table,
         first, tl.minimum(whole, last), end,
