@@ -309,6 +309,20 @@ async def test_reasoning_is_counted_without_its_marks(tmp_path: Path, text: str,
     assert last.usage.reasoning_tokens == tokens
 
 
+@pytest.mark.parametrize("single", [False, True])
+async def test_an_answer_ends_with_its_only_call(dialect: Dialect, *, single: bool) -> None:
+    assert dialect.prepare is not None
+    tools = tuple(replace(each, strict=False) for each in TOOLS)
+    prompt = replace(TALK, offer=ToolOffer(tools=tools, single=single))
+    answer = dialect.decoder(await dialect.prepare(generation(prompt), NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    (last,) = answer.decode(response(2 * call, END | {"finish_reason": "length"}))
+    assert isinstance(last, Delta)
+    assert [each.name for each in last.calls] == (["now"] if single else ["now", "now"])
+    assert last.finish_reason == ("tool_calls" if single else "length")
+
+
 def test_without_a_tokenizer_a_conversation_is_refused_by_what_to_set() -> None:
     dialect = Dialects().of("m", having(CHATGLM.inputs))
     assert dialect is CHATGLM
