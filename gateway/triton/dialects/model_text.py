@@ -249,6 +249,9 @@ class ModelText:
         else:
             text = self.text(prompt, field_name)
             ids = vocabulary.encode(text, rendered=False)
+        if not ids:
+            where = prompt.messages[-1].field if isinstance(prompt, Conversation) else field_name or "prompt"
+            raise InvalidRequestError("The prompt has no tokens, and this model begins none.", param=where)
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
     def required_vocabulary(self) -> Vocabulary:

@@ -81,6 +81,23 @@ async def test_texts_and_ids_are_sent_as_ids(dialect: Dialect) -> None:
     assert ids.prompt_token_ids == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("empty", "param"),
+    [
+        ({"prompt": PlainText("")}, "prompt"),
+        ({"prompt": PlainText(""), "prompt_field": "prompt.1"}, "prompt.1"),
+        ({"prompt": Conversation((Message(role="user", content="", field="messages.0"),))}, "messages.0"),
+    ],
+)
+async def test_what_has_no_tokens_is_refused_by_its_name(
+    tmp_path: Path, empty: dict[str, Any], param: str
+) -> None:
+    dialect = templated(tmp_path, "{{ messages[0].content }}")
+    with pytest.raises(InvalidRequestError, match="no tokens") as refused:
+        await sent(dialect, generation(**empty), NO_FORMAT)
+    assert refused.value.param == param
+
+
 TOOLS = tuple(Tool(name=name, description=None, parameters={}, strict=True) for name in ("now", "then"))
 TEXT = Grammar(kind="json_object", field="response_format")
 LISTED = "{{ messages[0].content }}{% if tools %}[TOOL_CALLS]{% endif %}"
