@@ -71,7 +71,7 @@ class AnswerStream:
             tokenizer: the model's tokenizer.
             chat_format: the model's chat format.
             stops: the strings that end the answer, none of which is empty.
-            min_tokens: stop strings are ignored before this many tokens.
+            min_tokens: stop strings that are complete before this many tokens are ignored.
             raw: the answer continues text instead of a conversation.
             metadata: the first line of the answer, if it was part of the prompt.
             end_after_call_of: names of tools; the answer ends when a segment begins after one whose first
@@ -136,9 +136,7 @@ class AnswerStream:
         answer = text.lstrip() if self._blank else text
         if answer:
             self._blank = False
-        if self.tokens < self._min_tokens:
-            return text, None
-        safe, stop = self._stops.push(answer)
+        safe, stop = self._stops.push(answer, ignore=self.tokens < self._min_tokens)
         if stop is not None and self._include_stop:
             safe += stop
         return text[: len(text) - len(answer)] + safe, stop
@@ -207,9 +205,12 @@ class _Matcher:
             self._fallback[index] = self._extend(self._fallback[index - 1], stop[index])
 
     def step(self, character: str) -> bool:
-        """Take one character; true if the text now ends with the stop string."""
+        """Take one character; true if the text now ends with the stop string, which may overlap the next."""
         self.matched = self._extend(self.matched, character)
-        return self.matched == len(self.stop)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._fallback[-1]
+        return True
 
     def _extend(self, length: int, character: str) -> int:
         while length and self.stop[length] != character:
@@ -233,17 +234,17 @@ class StopStrings:
         self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, ignore: bool = False) -> tuple[str, str | None]:
         """Return the text that cannot be part of a stop string, and the stop string if one was found.
 
         The longest suffix that may still become a stop string is held back. After a match, matching starts
-        over.
+        over. With `ignore`, those that end in `text` are text like any other.
         """
         if not self._matchers:
             return text, None
         for index, character in enumerate(text):
             completed = [matcher.stop for matcher in self._matchers if matcher.step(character)]
-            if completed:
+            if completed and not ignore:
                 stop = max(completed, key=len)
                 before = self.finish() + text[: index + 1]
                 return before[: len(before) - len(stop)], stop
