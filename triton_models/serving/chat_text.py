@@ -114,6 +114,7 @@ class ChatText:
             generation.stop,
             generation.min_tokens,
             raw=generation.raw,
+            blank_start=generation.blank_start,
             metadata=self._metadata(generation),
             end_after_call_of=generation.end_after_call_of,
             include_stop=generation.include_stop,

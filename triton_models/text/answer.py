@@ -43,7 +43,8 @@ class AnswerStream:
     one newline would end every answer before it began. No stop string matches across a boundary.
 
     A raw answer continues text instead of a conversation. It has no chat format, so all of it is one segment,
-    which may begin with a space, and stop strings are matched from its first character.
+    which may begin with a space, and stop strings are matched from its first character, or with `blank_start`
+    from the first that is not white space.
 
     With `show_special`, special tokens appear as text, by name, and none is a boundary.
 
@@ -59,6 +60,7 @@ class AnswerStream:
         min_tokens: int = 0,
         *,
         raw: bool = False,
+        blank_start: bool = False,
         metadata: str | None = None,
         end_after_call_of: Iterable[str] = (),
         include_stop: bool = False,
@@ -73,6 +75,7 @@ class AnswerStream:
             stops: the strings that end the answer, none of which is empty.
             min_tokens: stop strings that are complete before this many tokens are ignored.
             raw: the answer continues text instead of a conversation.
+            blank_start: white space before a raw answer is none of it.
             metadata: the first line of the answer, if it was part of the prompt.
             end_after_call_of: names of tools; the answer ends when a segment begins after one whose first
                 line is one of them, however few tokens it has.
@@ -88,7 +91,7 @@ class AnswerStream:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._looks_for_stops = bool(stops)
-        self._blank = not raw and metadata is None
+        self._blank = blank_start if raw else metadata is None
         self._stopped = False
         self._last_calls = frozenset(end_after_call_of)
         self._first_line = "" if metadata is None else metadata + "\n"

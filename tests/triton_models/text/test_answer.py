@@ -113,6 +113,12 @@ def test_text_of_the_first_min_tokens_never_stops() -> None:
     assert text_of(push_all(exactly, ids)) == "a"
 
 
+@pytest.mark.parametrize(("blank_start", "text"), [(False, ""), (True, "\na")])
+def test_white_space_before_a_raw_answer_may_be_none_of_it(*, blank_start: bool, text: str) -> None:
+    answer = AnswerStream(TOKENIZER, FORMAT, ["\n"], raw=True, blank_start=blank_start)
+    assert text_of(push_all(answer, TOKENIZER.encode("\na\nb"))).lstrip(" ") == text
+
+
 def test_a_stop_string_may_begin_within_min_tokens() -> None:
     ids = TOKENIZER.encode("a\nb\nc")
     newline = ids.index(TOKENIZER.encode("\n")[-1])

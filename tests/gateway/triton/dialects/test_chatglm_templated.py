@@ -74,6 +74,22 @@ async def test_a_model_with_a_format_of_its_own_is_sent_turns(dialect: Dialect) 
     assert not request.raw
 
 
+@pytest.mark.parametrize(
+    ("asked", "blank"),
+    [
+        ({}, True),
+        ({"grammar": Grammar(kind="regex", text=" *a", field="f")}, False),
+        ({"prompt": PlainText("the")}, False),
+        ({"stop": []}, False),  # models that do not know of it are asked, too
+    ],
+)
+async def test_stop_strings_are_not_found_in_white_space_before_a_conversations_answer(
+    tmp_path: Path, asked: dict[str, Any], *, blank: bool
+) -> None:
+    request = generation(**{"stop": ["\n"]} | asked)
+    assert (await sent(templated(tmp_path, LISTED), request, NO_FORMAT)).blank_start is blank
+
+
 async def test_texts_and_ids_are_sent_as_ids(dialect: Dialect) -> None:
     text = await sent(dialect, generation(PlainText(text="the")), NO_FORMAT)
     ids = await sent(dialect, generation(TokenIds(ids=(3, 4))), NO_FORMAT)
