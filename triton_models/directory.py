@@ -100,6 +100,20 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's tokenizer configuration, with its special tokens; empty if there is none.
+
+    Older ones list no added tokens, and a file of its own says there which the special ones are.
+
+    Raises:
+        CheckpointError: a file in the directory is broken.
+    """
+    config = read_optional_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    return {**config, **read_optional_json(directory / "special_tokens_map.json")}
+
+
 def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_type: bool = False) -> str:
     """Check that a directory has what loading it will look for, as far as that can be told without torch.
 

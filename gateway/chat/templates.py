@@ -30,6 +30,7 @@ from wire.calls import read_json
 
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
+_SPECIAL_FILE: Final = "special_tokens_map.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 _TOOLS_FILE: Final = f"additional_chat_templates/{_WITH_TOOLS}.jinja"
@@ -138,7 +139,7 @@ class ChatTemplate:
         Raises:
             TemplateError: it has one that cannot be used.
         """
-        config = read_config(folder / _CONFIG_FILE)
+        config = tokenizer_config(folder)
         tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
         files = {_DEFAULT: folder / _TEMPLATE_FILE, _WITH_TOOLS: folder / _TOOLS_FILE}
         if files[_DEFAULT].is_file():
@@ -263,6 +264,18 @@ def _short_id(id_: str) -> str:
     if len(id_) == _SHORT_ID and id_.isascii() and id_.isalnum():
         return id_
     return hashlib.sha256(id_.encode()).hexdigest()[:_SHORT_ID]
+
+
+def tokenizer_config(folder: Folder) -> Mapping[str, Any]:
+    """Return the configuration of a tokenizer's folder, with its special tokens.
+
+    Older ones list no added tokens, and a file of its own says there which the special ones are.
+
+    Raises:
+        TemplateError: a file holds something else.
+    """
+    config = read_config(folder / _CONFIG_FILE)
+    return config if "added_tokens_decoder" in config else {**config, **read_config(folder / _SPECIAL_FILE)}
 
 
 def read_config(file: Folder) -> Mapping[str, Any]:

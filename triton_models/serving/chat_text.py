@@ -22,6 +22,7 @@ from wire.request import Detokenize, Generation, Tokenize
 _TOKENIZER_FILES: Final = (
     TOKENIZER_JSON,
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gateway.chat.guards import GUARD, unguarded
 from gateway.chat.templates import ChatTemplate, TemplateError
@@ -316,6 +316,30 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert rendered() == "two"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}three")
     assert rendered() == "<s>three"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"bos_token": {"content": "<s>", "lstrip": False}},
+        {"bos_token": "<s>", "added_tokens_decoder": {"0": {"content": "<s>"}}},
+        {},
+    ],
+)
+def test_special_tokens_of_older_checkpoints_have_a_file_of_their_own(
+    theirs: Any, tmp_path: Path, named: dict[str, Any]
+) -> None:
+    theirs.chat_template = None
+    theirs.save_pretrained(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ bos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|im_start|>"}}')
+    talk = Message(role="user", content="Hi")
+    ours, again = ChatTemplate.read(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    assert ours.render(Conversation((talk,))) == again.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False
+    )
 
 
 def test_transformers_saves_a_template_for_tools_beside_the_default_one(theirs: Any, tmp_path: Path) -> None:
