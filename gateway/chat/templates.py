@@ -1,7 +1,7 @@
 """Chat templates: a conversation as text, written by the template that a model's tokenizer brings.
 
-A template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`'s `chat_template`, as
-transformers' `apply_chat_template` reads them
+A template is a Jinja program in `chat_template.jinja`, or `chat_template` in `tokenizer_config.json` or, as
+of old for models that see images, in `chat_template.json`, as transformers' `apply_chat_template` reads them
 (https://huggingface.co/docs/transformers/chat_templating). There may be another for requests with tools. It
 runs in Jinja's sandbox: it comes with a checkpoint, and a checkpoint may come from anywhere.
 
@@ -30,6 +30,7 @@ from wire.calls import read_json
 
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
+_PROCESSOR_FILE: Final = "chat_template.json"
 _SPECIAL_FILE: Final = "special_tokens_map.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
@@ -145,14 +146,17 @@ class ChatTemplate:
         if files[_DEFAULT].is_file():
             found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
             return cls(found, tokens, added)
-        match config.get("chat_template"):
+        template = config.get("chat_template")
+        if template is None:
+            template = read_config(folder / _PROCESSOR_FILE).get("chat_template")
+        match template:
             case str(text):
                 return cls({_DEFAULT: text}, tokens, added)
             case list(named):
                 return cls({each["name"]: each["template"] for each in named}, tokens, added)
             case None:
                 return None
-        raise TemplateError(f"{folder / _CONFIG_FILE}: its chat_template is no text")
+        raise TemplateError(f"{folder}: its chat_template is no text")
 
     def render(self, conversation: Conversation, *, answer_next: bool = True, guarded: bool = False) -> str:
         """Return the prompt for the assistant's next message, or the last one's continuation.

@@ -25,6 +25,7 @@ _TOKENIZER_FILES: Final = (
     "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 )
 """What a gateway reads of a tokenizer's folder; all but the first may be missing."""

@@ -308,7 +308,11 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         assert template is not None
         return template.render(Conversation((Message(role="user", content="Hi"),)))
 
-    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"}
+    config: dict[str, Any] = {"bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ bos_token }}processor"}')
+    assert rendered() == "<s>processor"
+    config["chat_template"] = "{{ bos_token }}one"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert rendered() == "<s>one"
     config["chat_template"] = [{"name": "default", "template": "two"}]
