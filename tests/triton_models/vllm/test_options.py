@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,34 @@ def read(
             "model_instance_device_id": "3",
         }
     )
+
+
+def test_the_repository_may_have_any_name(tmp_path: Path) -> None:
+    """Also where Python takes names of files for ASCII, as in Triton's stub, whatever the locale is."""
+    folder = tmp_path / "模型"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.json").write_text('{"model": "x"}')
+    code = (
+        "import json, sys\n"
+        "from triton_models.vllm.options import read_options\n"
+        "assert sys.getfilesystemencoding() == 'ascii'\n"
+        "print(read_options(json.load(sys.stdin)).engine['model'])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(
+            {
+                "model_config": "{}",
+                "model_repository": str(folder),
+                "model_version": "1",
+                "model_name": "llama",
+            }
+        ).encode(),
+        env=os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert said.stdout == b"x\n"
 
 
 def test_truth_may_be_written_as_text(tmp_path: Path) -> None:
