@@ -56,6 +56,9 @@ def read_options(args: Mapping[str, str]) -> Options:
         name: _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
         for name, value in _read(folder / ENGINE_FILE).items()
     }
+    # The official samples had it until vLLM left it out, with 0.10.1, and turned its meaning around.
+    if engine.pop("disable_log_requests", True) is False:
+        engine["enable_log_requests"] = True
     adapters = _read(folder / ADAPTERS_FILE) if engine.get("enable_lora") else {}
     return Options(
         model=args["model_name"],

@@ -70,6 +70,12 @@ def test_truth_may_be_written_as_text(tmp_path: Path) -> None:
     )
 
 
+def test_an_older_sample_of_the_official_backend_works_as_it_is(tmp_path: Path) -> None:
+    sample = {"model": "facebook/opt-125m", "disable_log_requests": "true", "enforce_eager": "true"}
+    assert read(tmp_path, sample).engine == {"model": "facebook/opt-125m", "enforce_eager": True}
+    assert read(tmp_path, {"disable_log_requests": False}).engine == {"enable_log_requests": True}
+
+
 def test_adapters_are_read_where_they_are_enabled(tmp_path: Path) -> None:
     with pytest.raises(EntryError, match=r"multi_lora\.json"):
         read(tmp_path, {"enable_lora": "true"})
