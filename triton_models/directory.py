@@ -150,6 +150,11 @@ def check_model_type(path: Path, raw: Mapping[str, Any]) -> None:
     """
     if "vision_config" in raw:
         raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
+    if raw.get("model_type") == CHATGLM_TYPE and "position_encoding_2d" in raw:
+        raise UnsupportedArchitectureError(
+            f"{path}: this is ChatGLM-6B, the first of its name, which is not supported;"
+            " ChatGLM2, ChatGLM3 and GLM-4 are"
+        )
     if (model_type := raw.get("model_type")) not in SERVED_TYPES:
         raise UnsupportedArchitectureError(
             f"{path}: model_type {model_type!r} is not supported; {', '.join(SERVED_TYPES)} are. Others may"
