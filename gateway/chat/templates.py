@@ -141,7 +141,13 @@ class ChatTemplate:
             TemplateError: it has one that cannot be used.
         """
         config = tokenizer_config(folder)
-        tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
+        extra = config.get("extra_special_tokens")
+        given = {**config, **(extra if isinstance(extra, dict) else {})}
+        tokens = {  # also a model's own, such as `image_token`
+            name: text
+            for name, token in given.items()
+            if name.endswith("_token") and (text := text_of(token)) is not None
+        }
         files = {_DEFAULT: folder / _TEMPLATE_FILE, _WITH_TOOLS: folder / _TOOLS_FILE}
         if files[_DEFAULT].is_file():
             found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
@@ -174,7 +180,7 @@ class ChatTemplate:
             InvalidRequestError: the template refuses the conversation, or cannot express it.
         """
         for name in conversation.switches:
-            if name in _OWN or name in _TOKENS:
+            if name in _OWN or name in _TOKENS or name in self._tokens:
                 raise InvalidRequestError(
                     f"The gateway sets {name!r} itself.", param=f"chat_template_kwargs.{name}"
                 )

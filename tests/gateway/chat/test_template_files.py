@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gateway.chat.templates import ChatTemplate, TemplateError
 from gateway.core.request import Conversation, Message
+from gateway.errors import InvalidRequestError
 
 
 @pytest.fixture
@@ -60,6 +61,27 @@ def test_special_tokens_of_older_checkpoints_have_a_file_of_their_own(
     assert ours.render(Conversation((talk,))) == again.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False
     )
+
+
+@pytest.mark.parametrize(
+    "named", [{"image_token": "<img>"}, {"extra_special_tokens": {"image_token": "<img>"}}]
+)
+def test_a_models_own_tokens_are_there_by_their_names(
+    theirs: Any, tmp_path: Path, named: dict[str, Any]
+) -> None:
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {
+        "chat_template": "{{ image_token }}{{ bos_token }}{{ pad_token is defined }}",
+        "pad_token": None,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
+    ours, again = ChatTemplate.read(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    assert ours.render(Conversation((Message(role="user", content="Hi"),))) == "<img><s>False"
+    assert again.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<img><s>False"
+    with pytest.raises(InvalidRequestError, match="image_token"):
+        ours.render(Conversation((Message(role="user", content="Hi"),), switches={"image_token": "x"}))
 
 
 def test_transformers_saves_a_template_for_tools_beside_the_default_one(theirs: Any, tmp_path: Path) -> None:
