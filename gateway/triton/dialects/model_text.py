@@ -76,7 +76,7 @@ class ModelText:
     vocabulary: Vocabulary | None = None
     style: CallStyle | None = None
     """How it writes tool calls; None: not at all, or they cannot be told from text."""
-    no_style: str = "The model's chat template knows no tool calls."
+    no_style: str = "The model's chat template has no tool calls that the gateway can read."
     """Why there is none, for clients."""
     thinks: bool = False
     """It may write its reasoning first."""
