@@ -75,9 +75,16 @@ def write_repository(
     if link:
         (entry / model.checkpoint).symlink_to(checkpoint)
     else:
-        read = {path.name for path in find_shards(checkpoint)}
-        others = (path.name for path in checkpoint.rglob("*") if path.suffix in _WEIGHTS)
-        left_out = shutil.ignore_patterns(".*", *(name for name in others if name not in read))
+        read = find_shards(checkpoint)
+
+        def left_out(folder: str, names: list[str]) -> set[str]:
+            paths = (Path(folder, name) for name in names)
+            return {
+                path.name
+                for path in paths
+                if path.name.startswith(".") or (path.suffix in _WEIGHTS and path not in read)
+            }
+
         shutil.copytree(checkpoint, entry / model.checkpoint, ignore=left_out)
     if environment is not None:
         shutil.move(environment, entry / _ARCHIVE)

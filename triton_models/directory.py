@@ -100,6 +100,20 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's tokenizer configuration, with its special tokens; empty if there is none.
+
+    Older ones list no added tokens, and a file of its own says there which the special ones are.
+
+    Raises:
+        CheckpointError: a file in the directory is broken.
+    """
+    config = read_optional_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    return {**config, **read_optional_json(directory / "special_tokens_map.json")}
+
+
 def check_checkpoint(directory: Path, chat_format: str | None = None, *, any_type: bool = False) -> str:
     """Check that a directory has what loading it will look for, as far as that can be told without torch.
 
@@ -136,6 +150,11 @@ def check_model_type(path: Path, raw: Mapping[str, Any]) -> None:
     """
     if "vision_config" in raw:
         raise UnsupportedArchitectureError(f"{path}: this model sees images, which is not supported")
+    if raw.get("model_type") == CHATGLM_TYPE and "position_encoding_2d" in raw:
+        raise UnsupportedArchitectureError(
+            f"{path}: this is ChatGLM-6B, the first of its name, which is not supported;"
+            " ChatGLM2, ChatGLM3 and GLM-4 are"
+        )
     if (model_type := raw.get("model_type")) not in SERVED_TYPES:
         raise UnsupportedArchitectureError(
             f"{path}: model_type {model_type!r} is not supported; {', '.join(SERVED_TYPES)} are. Others may"

@@ -411,7 +411,11 @@ def _rope(
     path: Path, raw: Mapping[str, Any], family: _Family, head_dim: int, positions: int
 ) -> tuple[Rope, int]:
     """Return the rotary frequencies, and how many positions they are for."""
-    found = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    # What model cards tell to add for a longer context is `rope_scaling`, whatever wrote the file.
+    scalings = (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {})
+    found: dict[str, Any] = {}
+    for each in scalings:
+        found |= {**each, "rope_type": each.get("rope_type", each.get("type", found.get("rope_type")))}
     for key in ("rope_theta", "partial_rotary_factor"):
         if raw.get(key) is not None:
             found.setdefault(key, raw[key])
@@ -422,7 +426,7 @@ def _rope(
         raise UnsupportedArchitectureError(
             f"{path}: a partial_rotary_factor of {share:g}, with heads of {head_dim}, is not supported"
         )
-    kind = found.get("rope_type", found.get("type", "default"))
+    kind = found["rope_type"] or "default"
     original = numbers.number("original_max_position_embeddings", positions)
     scaling: Interpolation | Llama3 | Yarn | None = None
     amplitude = 1.0

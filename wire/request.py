@@ -56,6 +56,9 @@ class Generation(Sampling, frozen=True, forbid_unknown_fields=True, omit_default
     raw: bool = False
     """Continue the prompt exactly as given, outside the chat format: text gets the tokenizer's prefix ids and
     nothing else; the answer has no segments and keeps its first space."""
+    blank_start: bool = False
+    """White space before a raw answer is none of it, as in a conversation: stop strings are matched from the
+    first character behind it."""
     answer_metadata: Metadata | None = None
     """The first line of the answer, made part of the prompt: a tool's name forces a call of that tool, an
     empty line forces text. Absent: the model decides, and the line is part of its answer."""

@@ -389,6 +389,10 @@ class MarkedChoice:
                 yield text
 
     def reason(self, reason: FinishReason | None) -> FinishReason | None:
-        """Return why it ended, given why the model did; call it after `finish`."""
+        """Return why it ended, given why the model did; call it after `finish`.
+
+        It ends with its only call, whatever the model wrote behind that.
+        """
         called = self._marks.called and not self._marks.cut
-        return "tool_calls" if reason == "stop" and called else reason
+        ended = reason == "stop" or (reason is not None and self._marks.over)
+        return "tool_calls" if ended and called else reason

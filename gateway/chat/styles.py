@@ -92,8 +92,7 @@ class ObjectArguments:
         self._end = JsonEnd()
         self.complete = self.broken = False
 
-    def take(self, text: str, *, over: bool) -> tuple[str, str]:
-        """See `Arguments.take`."""
+    def take(self, text: str, *, over: bool) -> tuple[str, str]:  # noqa: D102 - inherited
         read = 0
         while True:
             place = text.find(self._mark, read) if self._mark else -1
@@ -131,8 +130,7 @@ class PairArguments:
         """So many were read; None: the object was not opened yet."""
         self.complete = self.broken = False
 
-    def take(self, text: str, *, over: bool) -> tuple[str, str]:
-        """See `Arguments.take`."""
+    def take(self, text: str, *, over: bool) -> tuple[str, str]:  # noqa: D102 - inherited
         written = "{" if self._pairs is None else ""
         self._pairs = self._pairs or 0
         while self.closing in text and (pair := self.pair.match(text)) is not None:
@@ -175,8 +173,7 @@ class TaggedArguments(PairArguments):
     end = _FUNCTION_END
 
     @staticmethod
-    def may_be_pair(text: str) -> bool:
-        """See `PairArguments.may_be_pair`."""
+    def may_be_pair(text: str) -> bool:  # noqa: D102 - inherited
         return text.startswith(_PARAMETER) or _PARAMETER.startswith(text)
 
 
@@ -193,8 +190,7 @@ class KeyedArguments(PairArguments):
     end = _CALLED
 
     @staticmethod
-    def may_be_pair(text: str) -> bool:
-        """See `PairArguments.may_be_pair`."""
+    def may_be_pair(text: str) -> bool:  # noqa: D102 - inherited
         if not text.startswith(_KEY):
             return _KEY.startswith(text)
         key, at = text[len(_KEY) :], text.find("<", len(_KEY))
@@ -485,6 +481,10 @@ def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
         mentions: whether the template has a text in it (`ChatTemplate.mentions`).
     """
     for *marks, name in (
+        # These write between marks of relatives, or in marks that contain theirs, what relatives do not:
+        ("invoke name=", ""),  # MiniMax-M2 and M3, Step 3
+        ("<tool_calls>", ""),  # Hunyuan, Apriel
+        ("<seed:tool_call>", ""),
         # DeepSeek's own templates write the calls of the past, and offer no tools.
         (_SEPARATOR, "tools", "deepseek"),
         (_KEY, "glm45"),
@@ -496,5 +496,5 @@ def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
         ("<|observation|>", "glm4"),
     ):
         if all(mentions(mark) for mark in marks):
-            return STYLES[name]
+            return STYLES.get(name)
     return None

@@ -1,7 +1,7 @@
 """Chat templates: a conversation as text, written by the template that a model's tokenizer brings.
 
-A template is a Jinja program in `chat_template.jinja` or in `tokenizer_config.json`'s `chat_template`, as
-transformers' `apply_chat_template` reads them
+A template is a Jinja program in `chat_template.jinja`, or `chat_template` in `tokenizer_config.json` or, as
+of old for models that see images, in `chat_template.json`, as transformers' `apply_chat_template` reads them
 (https://huggingface.co/docs/transformers/chat_templating). There may be another for requests with tools. It
 runs in Jinja's sandbox: it comes with a checkpoint, and a checkpoint may come from anywhere.
 
@@ -30,6 +30,8 @@ from wire.calls import read_json
 
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
+_PROCESSOR_FILE: Final = "chat_template.json"
+_SPECIAL_FILE: Final = "special_tokens_map.json"
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 _TOOLS_FILE: Final = f"additional_chat_templates/{_WITH_TOOLS}.jinja"
@@ -138,20 +140,29 @@ class ChatTemplate:
         Raises:
             TemplateError: it has one that cannot be used.
         """
-        config = read_config(folder / _CONFIG_FILE)
-        tokens = {name: text for name in _TOKENS if (text := text_of(config.get(name))) is not None}
+        config = tokenizer_config(folder)
+        extra = config.get("extra_special_tokens")
+        given = {**config, **(extra if isinstance(extra, dict) else {})}
+        tokens = {  # also a model's own, such as `image_token`
+            name: text
+            for name, token in given.items()
+            if name.endswith("_token") and (text := text_of(token)) is not None
+        }
         files = {_DEFAULT: folder / _TEMPLATE_FILE, _WITH_TOOLS: folder / _TOOLS_FILE}
         if files[_DEFAULT].is_file():
             found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
             return cls(found, tokens, added)
-        match config.get("chat_template"):
+        template = config.get("chat_template")
+        if template is None:
+            template = read_config(folder / _PROCESSOR_FILE).get("chat_template")
+        match template:
             case str(text):
                 return cls({_DEFAULT: text}, tokens, added)
             case list(named):
                 return cls({each["name"]: each["template"] for each in named}, tokens, added)
             case None:
                 return None
-        raise TemplateError(f"{folder / _CONFIG_FILE}: its chat_template is no text")
+        raise TemplateError(f"{folder}: its chat_template is no text")
 
     def render(self, conversation: Conversation, *, answer_next: bool = True, guarded: bool = False) -> str:
         """Return the prompt for the assistant's next message, or the last one's continuation.
@@ -169,7 +180,7 @@ class ChatTemplate:
             InvalidRequestError: the template refuses the conversation, or cannot express it.
         """
         for name in conversation.switches:
-            if name in _OWN or name in _TOKENS:
+            if name in _OWN or name in _TOKENS or name in self._tokens:
                 raise InvalidRequestError(
                     f"The gateway sets {name!r} itself.", param=f"chat_template_kwargs.{name}"
                 )
@@ -263,6 +274,18 @@ def _short_id(id_: str) -> str:
     if len(id_) == _SHORT_ID and id_.isascii() and id_.isalnum():
         return id_
     return hashlib.sha256(id_.encode()).hexdigest()[:_SHORT_ID]
+
+
+def tokenizer_config(folder: Folder) -> Mapping[str, Any]:
+    """Return the configuration of a tokenizer's folder, with its special tokens.
+
+    Older ones list no added tokens, and a file of its own says there which the special ones are.
+
+    Raises:
+        TemplateError: a file holds something else.
+    """
+    config = read_config(folder / _CONFIG_FILE)
+    return config if "added_tokens_decoder" in config else {**config, **read_config(folder / _SPECIAL_FILE)}
 
 
 def read_config(file: Folder) -> Mapping[str, Any]:

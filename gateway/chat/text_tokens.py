@@ -9,6 +9,7 @@ such as those that open a segment or end the answer, are not listed.
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from gateway.chat.answers import PLACEHOLDER, TRAINING_DATE, in_runs
 from gateway.core.events import Piece, TokenLogprob, text_in
@@ -102,9 +103,12 @@ class TextTokens:
         """The last token whose bytes are not known: it has what stands before the next one's."""
         while place < len(raw) and self._coming:
             entry = self._coming[0]
+            if nameless is None and _REPLACEMENT in raw[place : place + len(entry.coming) + 2]:
+                entry.coming = _as_written(entry.coming, self._behind(), raw, place)
             here = raw[place : place + len(entry.coming)]
             if not entry.coming.startswith(here):
-                place = _mend(entry, raw, place, behind_nameless=nameless is not None)
+                after_nameless = nameless is not None
+                place = _mend(entry, self._behind(), raw, place, behind_nameless=after_nameless)
                 continue
             if here:
                 (nameless or entry).left += place - shared
@@ -120,6 +124,10 @@ class TextTokens:
                 self._entries.append(_Entry(None))
             owner = nameless or (self._coming[0] if self._coming else self._entries[-1])
             owner.left += len(raw) - shared
+
+    def _behind(self) -> bytes:
+        """Return the next bytes behind those of the first token that is coming."""
+        return b"".join(each.coming for each in islice(self._coming, 1, len(_REPLACEMENT)))
 
     def _tokens(self, text: str, hidden: list[tuple[int, int]]) -> tuple[TokenLogprob, ...]:
         """Return the tokens that are decided with more of the answer's text."""
@@ -203,7 +211,7 @@ def _result(token: TokenLogprob, utf8: bytes) -> TokenLogprob:
     return token if token.utf8 == utf8 else replace(token, utf8=utf8)
 
 
-def _mend(entry: _Entry, raw: bytes, place: int, *, behind_nameless: bool) -> int:
+def _mend(entry: _Entry, behind: bytes, raw: bytes, place: int, *, behind_nameless: bool) -> int:
     """Reconcile a token with a raw answer that goes on otherwise; return where in it to go on.
 
     Our own models' tokens differ from it by a space that begins a segment and is dropped, and by bytes that
@@ -216,7 +224,7 @@ def _mend(entry: _Entry, raw: bytes, place: int, *, behind_nameless: bool) -> in
         return at
     if coming.startswith(b" "):
         entry.coming = coming[1:]
-    elif (written := _as_written(coming, raw, place)) != coming:
+    elif (written := _as_written(coming, behind, raw, place)) != coming:
         entry.coming = written
     elif at >= 0:
         return at
@@ -227,11 +235,14 @@ def _mend(entry: _Entry, raw: bytes, place: int, *, behind_nameless: bool) -> in
     return place
 
 
-def _as_written(utf8: bytes, raw: bytes, place: int) -> bytes:
-    """Return a token's bytes with U+FFFD for each of them that the raw answer has that for."""
-    written = bytearray()
-    for byte in utf8:
-        at = place + len(written)
-        invalid = raw.startswith(_REPLACEMENT, at) and raw[at] != byte
+def _as_written(utf8: bytes, behind: bytes, raw: bytes, place: int) -> bytes:
+    """Return a token's bytes with U+FFFD for each of them that the raw answer has that for.
+
+    The first byte of U+FFFD may be such a byte itself: what comes `behind` it tells.
+    """
+    all_bytes, written = utf8 + behind, bytearray()
+    for index, byte in enumerate(utf8):
+        text = chr(byte).isascii() or _REPLACEMENT.startswith(all_bytes[index : index + len(_REPLACEMENT)])
+        invalid = raw.startswith(_REPLACEMENT, place + len(written)) and not text
         written += _REPLACEMENT if invalid else bytes([byte])
     return bytes(written)

@@ -11,10 +11,9 @@ from tokenizers import AddedToken, Encoding, Tokenizer, normalizers
 from tokenizers.decoders import DecodeStream
 
 from gateway.chat.guards import GUARD, is_mark
-from gateway.chat.templates import Folder, read_config, text_of
+from gateway.chat.templates import Folder, read_config, text_of, tokenizer_config
 
 _FILE: Final = "tokenizer.json"
-_CONFIG_FILE: Final = "tokenizer_config.json"
 _GENERATION_FILE: Final = "generation_config.json"
 
 
@@ -54,7 +53,7 @@ class Vocabulary:
             tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise VocabularyError(f"{file} is not a tokenizer: {error}") from None
-        named, generation = read_config(folder / _CONFIG_FILE), read_config(folder / _GENERATION_FILE)
+        named, generation = tokenizer_config(folder), read_config(folder / _GENERATION_FILE)
         ends = [_id_of(tokenizer, named.get("eos_token")), *_ids(generation.get("eos_token_id"))]
         pads = [_id_of(tokenizer, named.get("pad_token")), *_ids(generation.get("pad_token_id"))]
         return cls(

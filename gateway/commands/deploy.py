@@ -32,6 +32,17 @@ _URL = re.compile(r"https?://[^\s/]\S*")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes also what only Kubernetes' reader takes for a number, or for true or false."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("[yYnN]$"), list("yYnN"))
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?$"), list("-+.0123456789")
+)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("0o[0-7]+$"), ["0"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is to be deployed; quantities are written as Kubernetes does."""
@@ -169,6 +180,10 @@ def _configure(config: Document, gateway: Document, models: Mapping[str, str]) -
     container["envFrom"] = [{"configMapRef": {"name": name}}]
 
 
+def _as_yaml(documents: list[Document]) -> str:
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=110))
+
+
 def _file_name(document: Document) -> str:
     # Without the digest in a ConfigMap's name: the next one replaces it.
     return f"{document['metadata']['name'].partition('-')[0]}-{document['kind'].lower()}.yaml"
@@ -299,13 +314,13 @@ def deploy(
     plan = Plan(least=least, most=most, scaler=scaler, images=images, prometheus=prometheus, **same)
     documents = render(plan)
     if out is None:
-        click.echo(yaml.safe_dump_all(documents, sort_keys=False, width=110), nl=False)
+        click.echo(_as_yaml(documents), nl=False)
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
         files = {out / _file_name(document): document for document in documents}
         for path, document in files.items():
-            path.write_text(yaml.safe_dump(document, sort_keys=False, width=110), encoding="utf-8")
+            path.write_text(_as_yaml([document]), encoding="utf-8")
             click.echo(path)
         for path in sorted(set(out.glob("*.yaml")) - files.keys()):
             click.echo(f"Warning: {path} is not of this deployment", err=True)

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
@@ -60,9 +61,16 @@ class Shape:
     context: int
     """Its longest context, prompt and answer together, in tokens."""
     bias: bool
+    tied: bool = False
+    """The output head is the embedding."""
+    rotary_share: float = 0.5
+    """Of a head's numbers, those that are rotated."""
 
     def weight_bytes(self, item_bytes: int, *, int4: bool = False) -> int:
-        """Return the bytes of the model's weights and buffers, perhaps with its matrices in 4 bits."""
+        """Return the bytes of the model's weights and buffers, perhaps with its matrices in 4 bits.
+
+        For classes of transformers' own, these are without a few vectors that configurations do not tell.
+        """
         qkv = (self.query_heads + 2 * self.kv_heads) * self.head
         layer = (
             (qkv, self.hidden),
@@ -70,11 +78,11 @@ class Shape:
             (2 * self.ffn, self.hidden),
             (self.hidden, self.ffn),
         )
-        matrices = ((self.vocabulary, self.hidden), *layer * self.layers)
+        matrices = ((self.vocabulary, self.hidden),) * (not self.tied) + layer * self.layers
         row = _int4_row if int4 else partial(mul, item_bytes)
         others = self.vocabulary * self.hidden + self.layers * self.bias * qkv
         norms = (2 * self.layers + 1) * self.hidden
-        rotary = 2 * self.context * (self.head // 4)
+        rotary = 2 * self.context * (int(self.head * self.rotary_share) // 2)
         return (
             sum(rows * row(columns) for rows, columns in matrices)
             + others * item_bytes
@@ -139,19 +147,7 @@ def read_shape(directory: Path) -> Shape:
     if not isinstance(document, dict):
         raise SizingError(f"{path}: not a JSON object")
     try:
-        heads = _count(document["num_attention_heads"])
-        shared = document.get("multi_query_attention") is True
-        return Shape(
-            layers=_count(document["num_layers"]),
-            hidden=_count(document["hidden_size"]),
-            ffn=_count(document["ffn_hidden_size"]),
-            query_heads=heads,
-            kv_heads=_count(document["multi_query_group_num"]) if shared else heads,
-            head=_count(document["kv_channels"]),
-            vocabulary=_count(document["padded_vocab_size"]),
-            context=_count(document["seq_length"]),
-            bias=bool(document["add_qkv_bias"]),
-        )
+        return _native(document) if _is_native(document) else _original(document)
     except KeyError as error:
         raise SizingError(
             f"{path}: not a checkpoint that can be sized: it has no {error.args[0]!r}, "
@@ -159,6 +155,60 @@ def read_shape(directory: Path) -> Shape:
         ) from error
     except ValueError as error:
         raise SizingError(f"{path}: not a checkpoint that can be sized: {error}") from error
+
+
+def _original(document: Mapping[str, Any]) -> Shape:
+    heads = _count(document["num_attention_heads"])
+    shared = document.get("multi_query_attention") is True
+    return Shape(
+        layers=_count(document["num_layers"]),
+        hidden=_count(document["hidden_size"]),
+        ffn=_count(document["ffn_hidden_size"]),
+        query_heads=heads,
+        kv_heads=_count(document["multi_query_group_num"]) if shared else heads,
+        head=_count(document["kv_channels"]),
+        vocabulary=_count(document["padded_vocab_size"]),
+        context=_count(document["seq_length"]),
+        bias=bool(document["add_qkv_bias"]),
+    )
+
+
+def _is_native(document: Mapping[str, Any]) -> bool:
+    """Whether it is of transformers' own, in a class whose layers all have a gate, and no experts."""
+    gated = "intermediate_size" in document and document.get("hidden_act") in ("silu", "swish")
+    return gated and not any("expert" in key or key == "kv_lora_rank" for key in document)
+
+
+def _native(document: Mapping[str, Any]) -> Shape:
+    hidden, heads = _count(document["hidden_size"]), _count(document["num_attention_heads"])
+    rope = {**(document.get("rope_parameters") or {}), **(document.get("rope_scaling") or {})}
+    share = rope.get("partial_rotary_factor") or document.get("partial_rotary_factor") or 1.0
+    return Shape(
+        layers=_count(document["num_hidden_layers"]),
+        hidden=hidden,
+        ffn=_count(document["intermediate_size"]),
+        query_heads=heads,
+        kv_heads=_count(document.get("num_key_value_heads") or heads),
+        head=_count(document.get("head_dim") or hidden // heads),
+        vocabulary=_count(document["vocab_size"]),
+        context=_context(document, rope),
+        bias=document.get("attention_bias") is True,
+        tied=document.get("tie_word_embeddings") is True,
+        rotary_share=share,
+    )
+
+
+def _context(document: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    """Return how many tokens a sequence may have: scaled, and within the window of attention."""
+    context = _count(document["max_position_embeddings"])
+    kind, factor = rope.get("type") or rope.get("rope_type"), rope.get("factor") or 1
+    if kind == "linear":
+        context = int(context * factor)
+    elif kind == "yarn":
+        context = max(context, int((rope.get("original_max_position_embeddings") or context) * factor))
+    window = document.get("sliding_window")
+    slides = window is not None and document.get("use_sliding_window", True)
+    return min(context, _count(window)) if slides else context
 
 
 def _count(value: Any) -> int:

@@ -72,8 +72,9 @@ def check_prompt_length(accepted: Accepted, card: ModelCard) -> None:
     """
     limit = card.settings.limits.max_prompt_tokens
     if limit is not None and accepted.prompt_tokens > limit:
-        raise ContextLengthError(
-            f"the prompt has {accepted.prompt_tokens} tokens, and the model {card.id} allows {limit}"
+        raise ContextLengthError(  # in the words by which clients know it
+            f"This model's maximum context length is {limit} tokens, as this gateway allows for a prompt."
+            f" However, the prompt has {accepted.prompt_tokens} tokens."
         )
 
 

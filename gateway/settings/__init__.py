@@ -23,7 +23,7 @@ from pydantic_settings import (
 
 from gateway.settings.certificates import TlsFiles
 from gateway.settings.files import ConfigurationError as ConfigurationError
-from gateway.settings.files import read_field, read_yaml
+from gateway.settings.files import YamlModel, read_field, read_yaml
 from gateway.settings.guards import check_certificates, faults_of
 from gateway.settings.models import Models, ModelSettings
 from gateway.settings.values import (
@@ -53,7 +53,7 @@ FILE_OF: Final = {"models": "models_file", "api_keys": "keys_file"}
 """For each setting that may stand in a file of its own, the setting that names that file."""
 
 
-class Settings(BaseSettings):
+class Settings(YamlModel, BaseSettings):
     """Everything that can be set on the gateway; made by `load_settings`, or of the values given alone."""
 
     model_config = SettingsConfigDict(

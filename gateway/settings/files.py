@@ -3,9 +3,10 @@
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import yaml
+from pydantic import BaseModel, ValidationInfo, field_validator
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _KINDS: Final = {"models": (dict, "mapping of public names"), "api_keys": (list, "list of keys")}
@@ -37,6 +38,18 @@ def read_field(path: str, field: str, others: Collection[str] = ()) -> Any:
     if not (isinstance(found, kind) and found):
         raise ConfigurationError(f"{field}: a {described} is needed (from {path})")
     return found
+
+
+class YamlModel(BaseModel):
+    """What a file says: YAML's true and false, also written as yes, no, on and off, are no numbers."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)}:
+            raise ValueError("a number is needed, not true or false (yes, no, on and off are such in YAML)")
+        return value
 
 
 class _TwiceError(Exception):

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -19,6 +18,7 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
+from gateway.settings.files import YamlModel
 from gateway.settings.values import Contract, Names, Upstreams, split, tokenizer_folder
 from wire.limits import INT64_MAX, STOP_LENGTH_LIMIT
 from wire.sampling import Sampling
@@ -36,7 +36,7 @@ def _known_dialect(name: str) -> str:
     return name
 
 
-class _Frozen(BaseModel):
+class _Frozen(YamlModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
+
+from gateway.settings.files import YamlModel
 
 T = TypeVar("T")
 
@@ -200,7 +202,7 @@ Adapters = Annotated[Listed[Annotated[str, AfterValidator(_adapter)]], AfterVali
 Header = Annotated[SecretStr, AfterValidator(_header)]
 
 
-class ApiKey(BaseModel):
+class ApiKey(YamlModel):
     """A client's key, given in clear text or as its SHA-256 in hexadecimal; of the latter perhaps several."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)

@@ -477,8 +477,9 @@ class OnDemand:
 @contextlib.contextmanager
 def _alone(address: str) -> Iterator[bool]:
     """Keep this user's other processes from beginning a load on the same Triton; False: one of them does."""
-    path = Path(tempfile.gettempdir()) / f"tritongate-{os.getuid()}-{rank(b'', address).hex()}.lock"
+    name = f"tritongate-{os.getuid()}-{rank(b'', address).hex()}.lock"
     try:
+        path = Path(tempfile.gettempdir()) / name  # there may be no such folder
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError:
         yield True  # the index alone must do

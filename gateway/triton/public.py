@@ -182,7 +182,8 @@ class PublicModels:
             yield UpstreamState(
                 model=name,
                 upstream=replica.upstream,
-                healthy=ready or (replica.on_demand and replica.state is ReplicaState.UNLOADED),
+                healthy=ready
+                or (replica.on_demand and (replica.state is ReplicaState.UNLOADED or replica.loading)),
                 waiting=report.waiting,
                 kv_usage=report.kv_usage,
             )

@@ -130,6 +130,8 @@ class Replica:
         self._begun_there: int | None = None
         """Number of anybody's requests since it was loaded, at the latest look; None: not known."""
         self._withdrawn = False
+        self._loads = False
+        """Whether Triton loads it, at the latest look that found it not ready."""
         self._failed = False
         """Whether it was found dead or stuck, and has not answered since."""
         self._ready = asyncio.Event()
@@ -146,6 +148,11 @@ class Replica:
     def upstream(self) -> str:
         """The address of its Triton."""
         return self.client.address
+
+    @property
+    def loading(self) -> bool:
+        """Whether it is being loaded, by this process or another."""
+        return self.state is ReplicaState.NOT_READY and (self._withdrawn or self._loads)
 
     @property
     def has_room(self) -> bool:
@@ -385,7 +392,8 @@ class Replica:
             # On demand, another gateway may have unloaded it just before the request came.
             fault = Fault.UNLOADED if self.on_demand else Fault.STUB_DEAD
             self.client.end_inference(self.model, fault, "it was unloaded under the request")
-        if entry is EntryState.LOADING:
+        self._loads = entry is EntryState.LOADING
+        if self._loads:
             return ReplicaState.NOT_READY
         if entry in (EntryState.UNLOADED, EntryState.UNLOADING) and not self._failed:
             # Unloading a failed model is part of its repair: it is meant to come back.

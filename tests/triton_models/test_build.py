@@ -82,7 +82,10 @@ def test_weights_that_are_not_read_are_not_copied(tmp_path: Path) -> None:
     both = tmp_path / "both"
     shutil.copytree(GOLDEN / "chatglm3", both)
     (both / "original").mkdir()
-    for name in ("pytorch_model-00001-of-00001.bin", "original/consolidated.00.pth", "original/params.json"):
+    for name in (
+        *("pytorch_model-00001-of-00001.bin", "original/consolidated.00.pth", "original/params.json"),
+        *("original/model.safetensors", "[fp32] model.safetensors"),
+    ):
         (both / name).write_text("large")
     assert run("--model", both, "--out", tmp_path / "out", "--no-environment")[0] == 0
     copy = tmp_path / "out" / "repository" / "both" / "checkpoint"

@@ -139,6 +139,16 @@ def test_what_can_be_loaded_passes(tmp_path: Path, model_type: str) -> None:
     assert detect_format(tmp_path / "y") == "template"
 
 
+@pytest.mark.parametrize("chat_format", [None, "chatglm2"])
+def test_the_first_chatglm_is_refused_by_name(tmp_path: Path, chat_format: str | None) -> None:
+    """Its files tell no format, and its tokenizer has another name."""
+    directory = write_checkpoint(tmp_path / "chatglm-6b", CHATGLM_TYPE, "ice_text.model")
+    config = {"model_type": CHATGLM_TYPE, "position_encoding_2d": True, "inner_hidden_size": 16384}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UnsupportedArchitectureError, match=r"config\.json: this is ChatGLM-6B"):
+        check_checkpoint(directory, chat_format)
+
+
 @pytest.mark.parametrize("model_type", ["phi3", "qwen2_vl", None, ["llama"]])
 def test_another_family_is_refused_with_those_that_are_served(tmp_path: Path, model_type: object) -> None:
     directory = write_checkpoint(tmp_path / "x", model_type, "tokenizer.json")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from tests.triton_models.engine.models.whole_pass import whole_pass
 from tests.triton_models.native_checkpoint import write_bloom, write_native
@@ -216,6 +217,19 @@ def test_keys_of_older_files_mean_the_same(tmp_path: Path) -> None:
     del raw["rope_parameters"], raw["attention_bias"]
     (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     assert read_shape(tmp_path) == now
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_scaling_that_was_added_to_a_newer_file_holds(tmp_path: Path, key: str) -> None:
+    """As model cards tell to, and as in transformers."""
+    write_native(tmp_path, "qwen3")
+    added = {"factor": 4.0, "original_max_position_embeddings": 64}
+    configure(tmp_path, rope_scaling=added | {key: "yarn"})
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_type"] == "yarn"
+    found = read_shape(tmp_path).rope
+    configure(tmp_path, rope_parameters=theirs, rope_scaling=None)
+    assert found == read_shape(tmp_path).rope
 
 
 def test_scaling_makes_a_context_longer(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ FULL = Generation(
     max_total_tokens=4096,
     min_tokens=1,
     raw=True,
+    blank_start=True,
     answer_metadata="",
     end_after_call_of=["a"],
     grammar=Grammar("regex", "a+"),

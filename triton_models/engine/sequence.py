@@ -83,7 +83,7 @@ class Request:
     shares_tail: bool = False
 
 
-def _says(max_context: int) -> str:
+def says_context(max_context: int) -> str:
     """Begin as OpenAI and vLLM do: clients look for these words, and shorten the conversation."""
     return f"This model's maximum context length is {max_context} tokens."
 
@@ -96,7 +96,8 @@ def check_length(prompt_tokens: int, max_context: int) -> None:
     """
     if prompt_tokens > max_context - 1:
         raise PromptTooLongError(
-            f"{_says(max_context)} However, the prompt has {prompt_tokens} tokens, and the answer needs one."
+            f"{says_context(max_context)}"
+            f" However, the prompt has {prompt_tokens} tokens, and the answer needs one."
         )
 
 
@@ -115,7 +116,7 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     check_length(length, max_context)
     if sampling.max_tokens is not None and length + sampling.max_tokens > max_context:
         raise PromptTooLongError(
-            f"{_says(max_context)} However, you requested {length + sampling.max_tokens} tokens"
+            f"{says_context(max_context)} However, you requested {length + sampling.max_tokens} tokens"
             f" ({length} in the prompt, {sampling.max_tokens} in the completion)."
             " Please reduce the prompt or max_tokens."
         )

@@ -22,8 +22,10 @@ from wire.request import Detokenize, Generation, Tokenize
 _TOKENIZER_FILES: Final = (
     TOKENIZER_JSON,
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "generation_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 )
 """What a gateway reads of a tokenizer's folder; all but the first may be missing."""
@@ -114,6 +116,7 @@ class ChatText:
             generation.stop,
             generation.min_tokens,
             raw=generation.raw,
+            blank_start=generation.blank_start,
             metadata=self._metadata(generation),
             end_after_call_of=generation.end_after_call_of,
             include_stop=generation.include_stop,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from triton_models.engine.engine import Engine, EngineStats
 from triton_models.engine.loop import EngineLoop
-from triton_models.engine.sequence import FinishReason, check_length
+from triton_models.engine.sequence import FinishReason, check_length, says_context
 from triton_models.errors import (
     EngineStoppedError,
     InvalidRequestError,
@@ -357,7 +357,7 @@ class Service:
         size = len(inputs.prompt) + len(inputs.history)
         if generation.truncate_prompt_tokens is None and size > self._max_context * MAX_BYTES_PER_TOKEN:
             raise PromptTooLongError(
-                f"a prompt of {size} bytes cannot fit the context of {self._max_context} tokens"
+                f"{says_context(self._max_context)} However, the prompt has {size} bytes, too many for that."
             )
         prompt, history = inputs.prompt.decode(), decode_history(inputs.history)
         if generation.prompt_token_ids is not None and (prompt or history):

@@ -43,7 +43,8 @@ class AnswerStream:
     one newline would end every answer before it began. No stop string matches across a boundary.
 
     A raw answer continues text instead of a conversation. It has no chat format, so all of it is one segment,
-    which may begin with a space, and stop strings are matched from its first character.
+    which may begin with a space, and stop strings are matched from its first character, or with `blank_start`
+    from the first that is not white space.
 
     With `show_special`, special tokens appear as text, by name, and none is a boundary.
 
@@ -59,6 +60,7 @@ class AnswerStream:
         min_tokens: int = 0,
         *,
         raw: bool = False,
+        blank_start: bool = False,
         metadata: str | None = None,
         end_after_call_of: Iterable[str] = (),
         include_stop: bool = False,
@@ -71,8 +73,9 @@ class AnswerStream:
             tokenizer: the model's tokenizer.
             chat_format: the model's chat format.
             stops: the strings that end the answer, none of which is empty.
-            min_tokens: stop strings are ignored before this many tokens.
+            min_tokens: stop strings that are complete before this many tokens are ignored.
             raw: the answer continues text instead of a conversation.
+            blank_start: white space before a raw answer is none of it.
             metadata: the first line of the answer, if it was part of the prompt.
             end_after_call_of: names of tools; the answer ends when a segment begins after one whose first
                 line is one of them, however few tokens it has.
@@ -88,7 +91,7 @@ class AnswerStream:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._looks_for_stops = bool(stops)
-        self._blank = not raw and metadata is None
+        self._blank = blank_start if raw else metadata is None
         self._stopped = False
         self._last_calls = frozenset(end_after_call_of)
         self._first_line = "" if metadata is None else metadata + "\n"
@@ -136,9 +139,7 @@ class AnswerStream:
         answer = text.lstrip() if self._blank else text
         if answer:
             self._blank = False
-        if self.tokens < self._min_tokens:
-            return text, None
-        safe, stop = self._stops.push(answer)
+        safe, stop = self._stops.push(answer, ignore=self.tokens < self._min_tokens)
         if stop is not None and self._include_stop:
             safe += stop
         return text[: len(text) - len(answer)] + safe, stop
@@ -207,9 +208,12 @@ class _Matcher:
             self._fallback[index] = self._extend(self._fallback[index - 1], stop[index])
 
     def step(self, character: str) -> bool:
-        """Take one character; true if the text now ends with the stop string."""
+        """Take one character; true if the text now ends with the stop string, which may overlap the next."""
         self.matched = self._extend(self.matched, character)
-        return self.matched == len(self.stop)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._fallback[-1]
+        return True
 
     def _extend(self, length: int, character: str) -> int:
         while length and self.stop[length] != character:
@@ -233,17 +237,17 @@ class StopStrings:
         self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, ignore: bool = False) -> tuple[str, str | None]:
         """Return the text that cannot be part of a stop string, and the stop string if one was found.
 
         The longest suffix that may still become a stop string is held back. After a match, matching starts
-        over.
+        over. With `ignore`, those that end in `text` are text like any other.
         """
         if not self._matchers:
             return text, None
         for index, character in enumerate(text):
             completed = [matcher.stop for matcher in self._matchers if matcher.step(character)]
-            if completed:
+            if completed and not ignore:
                 stop = max(completed, key=len)
                 before = self.finish() + text[: index + 1]
                 return before[: len(before) - len(stop)], stop

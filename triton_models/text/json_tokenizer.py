@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from triton_models.directory import TOKENIZER_JSON, read_optional_json
+from triton_models.directory import TOKENIZER_JSON, read_optional_json, tokenizer_config
 from triton_models.errors import CheckpointError, TextError, panics_are_errors
 from triton_models.text.tokenizers import Tokenizer, parts
 from wire.text import utf8_decoder
@@ -148,7 +148,7 @@ def _end_ids(directory: Path, tokenizer: tokenizers.Tokenizer, size: int) -> lis
 
     Published files name some that neither the vocabulary of `size` ids nor the model has: none of those.
     """
-    named = read_optional_json(directory / "tokenizer_config.json").get("eos_token")
+    named = tokenizer_config(directory).get("eos_token")
     name = named.get("content") if isinstance(named, dict) else named
     found = [tokenizer.token_to_id(name)] if isinstance(name, str) else []
     config = read_optional_json(directory / "config.json")

@@ -4,6 +4,7 @@ The files and names are those of Triton's official vLLM backend, so that its rep
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,16 @@ def read_options(args: Mapping[str, str]) -> Options:
     """
     config = json.loads(args["model_config"])
     given = {name: each["string_value"].strip() for name, each in (config.get("parameters") or {}).items()}
-    folder = Path(args["model_repository"]) / args["model_version"]
+    # In Triton's stub, Python takes names of files for ASCII, whatever the locale: it needs their bytes.
+    folder = Path(os.fsdecode(args["model_repository"].encode())) / args["model_version"]
     engine = {
         # The official backend's own examples write "true"; for vLLM, any text would be true.
         name: _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
         for name, value in _read(folder / ENGINE_FILE).items()
     }
+    # The official samples had it until vLLM left it out, with 0.10.1, and turned its meaning around.
+    if engine.pop("disable_log_requests", True) is False:
+        engine["enable_log_requests"] = True
     adapters = _read(folder / ADAPTERS_FILE) if engine.get("enable_lora") else {}
     return Options(
         model=args["model_name"],

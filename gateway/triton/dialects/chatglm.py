@@ -66,6 +66,7 @@ class _WirePrompt:
     history: list[Turn] = field(default_factory=list)
     ids: list[int] | None = None
     raw: bool = False
+    blank_start: bool = False
     answer_metadata: str | None = None
     end_after_call_of: list[str] = field(default_factory=list)
 
@@ -169,6 +170,7 @@ def _request(
         role=prompt.role,
         prompt_token_ids=prompt.ids,
         raw=prompt.raw,
+        blank_start=prompt.blank_start and bool(generation.stop),  # nothing else depends on it
         answer_metadata=prompt.answer_metadata,
         end_after_call_of=prompt.end_after_call_of,
         grammar=_grammar(generation),
@@ -232,8 +234,8 @@ def _wire_prompt(prompt: Prompt, grammar: RequestedGrammar | None, report: Model
         InvalidRequestError: the model's chat format cannot express the conversation.
     """
     match prompt:
-        case RenderedPrompt(ids=ids):
-            return _WirePrompt(ids=list(ids), raw=True)
+        case RenderedPrompt(ids=ids, converses=converses):
+            return _WirePrompt(ids=list(ids), raw=True, blank_start=converses and prompt.grammar is None)
         case Conversation() if report.chat_format is None:
             raise no_template()
         case Conversation(messages, offer):

@@ -76,7 +76,7 @@ class ModelText:
     vocabulary: Vocabulary | None = None
     style: CallStyle | None = None
     """How it writes tool calls; None: not at all, or they cannot be told from text."""
-    no_style: str = "The model's chat template knows no tool calls."
+    no_style: str = "The model's chat template has no tool calls that the gateway can read."
     """Why there is none, for clients."""
     thinks: bool = False
     """It may write its reasoning first."""
@@ -249,6 +249,9 @@ class ModelText:
         else:
             text = self.text(prompt, field_name)
             ids = vocabulary.encode(text, rendered=False)
+        if not ids:
+            where = prompt.messages[-1].field if isinstance(prompt, Conversation) else field_name or "prompt"
+            raise InvalidRequestError("The prompt has no tokens, and this model begins none.", param=where)
         return replace(self.read_after(prompt, text, tokens=len(ids)), ids=tuple(ids))
 
     def required_vocabulary(self) -> Vocabulary:

@@ -31,6 +31,19 @@ def test_templates_give_their_style_away(template: str, style: str) -> None:
     assert style_of(lambda _: False) is None
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ '<seed:tool_call>\\n<function=f>\\n<parameter=p>v</parameter>' }}",
+        "{{ ']<]minimax[>[' + '<tool_call>' + ']<]minimax[>[' + '<invoke name=\"' }}",
+        "<｜tool▁sep｜><steptml:invoke name='f'>{% if tools %}",
+        "within <tool_call></tool_call> tags: <tool_calls>[{}]</tool_calls>",
+    ],
+)
+def test_calls_that_look_like_a_relatives_are_not_taken_for_them(template: str) -> None:
+    assert style_of(lambda mark: mark in template) is None
+
+
 def test_deepseeks_own_templates_offer_no_tools() -> None:
     """They write the calls of the past alone: a tool that is offered to them would be offered to nobody."""
     assert (

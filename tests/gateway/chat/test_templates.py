@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from gateway.chat.guards import GUARD, unguarded
-from gateway.chat.templates import ChatTemplate, TemplateError
+from gateway.chat.templates import ChatTemplate
 from gateway.core.request import Conversation, Image, Message, PastCall, Tool, ToolOffer
 from gateway.errors import InvalidRequestError
 
@@ -300,53 +299,6 @@ def test_a_template_of_its_own_for_tools() -> None:
     assert ours.render(Conversation(talk)) == "plain"
     assert ours.render(Conversation(talk, ToolOffer(tools=(WEATHER,)))) == "with tools"
     assert ours.render(Conversation(talk, ToolOffer(tools=(WEATHER,), choice="none"))) == "plain"
-
-
-def test_where_templates_are_found(tmp_path: Path) -> None:
-    def rendered() -> str:
-        template = ChatTemplate.read(tmp_path)
-        assert template is not None
-        return template.render(Conversation((Message(role="user", content="Hi"),)))
-
-    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert rendered() == "<s>one"
-    config["chat_template"] = [{"name": "default", "template": "two"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert rendered() == "two"
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}three")
-    assert rendered() == "<s>three"
-
-
-def test_transformers_saves_a_template_for_tools_beside_the_default_one(theirs: Any, tmp_path: Path) -> None:
-    theirs.chat_template = {"default": "plain", "tool_use": "with tools"}
-    theirs.save_pretrained(tmp_path)
-    ours = ChatTemplate.read(tmp_path)
-    assert ours is not None
-    assert ours.sources == theirs.chat_template
-
-
-@pytest.mark.parametrize("config", [None, "{}", '{"bos_token": "<s>", "chat_template": null}'])
-def test_a_base_model_has_none(tmp_path: Path, config: str | None) -> None:
-    if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(config)
-    assert ChatTemplate.read(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "not a JSON object"),
-        ('{"chat_template": "{% if %}"}', "not valid Jinja"),
-        ('{"chat_template": [{"name": "rag", "template": ""}]}', "called 'default'"),
-        ('{"chat_template": 5}', "no text"),
-    ],
-)
-def test_unusable_templates_say_why(tmp_path: Path, content: str, reason: str) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(TemplateError, match=reason):
-        ChatTemplate.read(tmp_path)
 
 
 def test_what_a_template_reads_is_known() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +88,26 @@ def test_a_byte_of_no_character_is_one_character() -> None:
     of.push(raw, [*tokens(b"\xff", b"\xe4", "a", b"\xe4\xbd"), ROLE, *tokens("b", "\ufffd")])
     listed = taken(of, raw)
     assert (len(listed), b"".join(listed).decode()) == (6, raw)
+
+
+@pytest.mark.parametrize(
+    ("utf8", "listed"),
+    [
+        ((b"\xef\xbc", "b", "，"), ("��", "b", "，")),
+        ((b"\xef", b"\x82", "。"), ("�", "�", "。")),
+        ((b"a\xef", "，"), ("a�", "，")),
+        (("�", b"\xef", "�"), ("�", "�", "�")),
+        ((b"\xef", b"\xbf\xbd", "b"), (b"\xef", b"\xbf\xbd", "b")),
+    ],
+)
+def test_such_a_byte_may_begin_what_stands_for_it(
+    utf8: Sequence[str | bytes], listed: Sequence[str | bytes]
+) -> None:
+    """It is not looked for in later characters, of which a stream has fewer than a whole answer."""
+    of, expected = TextTokens(), [each.utf8 for each in tokens(*listed)]
+    raw = b"".join(expected).decode()
+    of.push(raw, tokens(*utf8))
+    assert taken(of, raw, over=True) == expected
 
 
 def test_special_tokens_are_listed_where_they_are_text() -> None:

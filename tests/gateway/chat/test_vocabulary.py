@@ -139,6 +139,13 @@ def test_read_from_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert Vocabulary.read(tmp_path).count("Hello") > 0
 
 
+def test_the_end_may_be_named_in_a_file_of_special_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ""}')
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
+    assert Vocabulary.read(tmp_path).ends == (tokenizer.token_to_id("<|user|>"),)
+
+
 def test_special_tokens_are_known(tokenizer: Tokenizer) -> None:
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
     tokenizer.add_tokens(["<think>"])

@@ -97,6 +97,18 @@ def test_kubernetes_takes_what_is_written(arguments: tuple[str, ...], tmp_path: 
     assert {each["metadata"]["namespace"] for each in documents} == {"tritongate"}
 
 
+@needs_kubectl
+@pytest.mark.parametrize("name", ["12e-3", "1.e5", "0o17", "y"])
+def test_names_are_text_for_kubernetes_whatever_they_look_like(name: str, tmp_path: Path) -> None:
+    """Its reader knows numbers and truth that PyYAML does not."""
+    arguments = ("--model", f"{name}={name}", "--out", str(tmp_path))
+    assert CliRunner().invoke(main, ["deploy", *arguments]).exit_code == 0
+    command = ["kubectl", "annotate", "--local", "--filename", tmp_path, "a=b", "--output", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f'"TRITONGATE_MODELS": "{name}"' in done.stdout
+    assert f'"claimName": "{name}"' in done.stdout
+
+
 def test_the_check_of_kedas_fields_can_fail() -> None:
     spec = one(written(*KEDA), "ScaledObject", "triton")["spec"]
     spec["triggers"][0]["metadata"]["threshhold"] = "8"

@@ -21,6 +21,7 @@ from gateway.commands.size import (
 )
 from triton_models import families
 from triton_models.checkpoint import load_model
+from triton_models.directory import NATIVE_TYPES
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import read_model_argument
 from triton_models.engine import backend, capacity, graphs
@@ -56,6 +57,52 @@ def test_sizes_are_the_models_own(name: str, dtype: torch.dtype) -> None:
     assert shape.weight_bytes(dtype.itemsize, int4=True) == int4
     model = load_model(GOLDEN / name, dtype, torch.device("cpu"))
     assert shape.kv_bytes(dtype.itemsize) == model.kv_shape.bytes_per_token(dtype)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("family", NATIVE_TYPES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": None, "rope_scaling": YARN, "attention_bias": True},
+        {"use_sliding_window": False, "sliding_window": 100, "num_key_value_heads": None},
+    ],
+)
+def test_sizes_of_transformers_own_classes_are_nearly_the_models(
+    tmp_path: Path, family: str, changes: dict[str, object]
+) -> None:
+    shape = {
+        "model_type": family,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 9999,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+        "partial_rotary_factor": 0.5 if "glm" in family else None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape | changes))
+    ours, engines = read_shape(tmp_path), families.read_shape(tmp_path)
+    assert ours.context == engines.positions
+    assert ours.kv_bytes(2) == 2 * engines.layers * engines.kv_heads * engines.head_dim * 2
+    assert ours.weight_bytes(2) == pytest.approx(engines.nbytes(torch.bfloat16), rel=0.002)
+    int4 = engines.nbytes(torch.bfloat16, QUANTISATIONS["int4"])
+    assert ours.weight_bytes(2, int4=True) == pytest.approx(int4, rel=0.004)
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "n_routed_experts", "kv_lora_rank"])
+def test_a_model_with_experts_is_not_sized_as_one_without(tmp_path: Path, key: str) -> None:
+    config = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "x", key: 8}))
+    with pytest.raises(SizingError, match="its model_type is 'x'"):
+        read_shape(tmp_path)
 
 
 def test_figures_are_the_engines_own() -> None:

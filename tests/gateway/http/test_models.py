@@ -115,6 +115,7 @@ async def test_a_prompt_longer_than_its_model_allows_is_refused_before_it_is_ans
             assert await served.refusal(stream=stream) == (400, "messages", "context_length_exceeded")
         answer = await served.http.post("/v2/models/glm/infer", json=body())
         assert answer.status_code == 400
+        assert "This model's maximum context length is 2 tokens" in answer.json()["error"]
         await served.until_idle()
 
 

@@ -166,3 +166,11 @@ def test_one_process_at_a_time_begins_a_load_and_no_lock_is_left(
     monkeypatch.setattr(os, "open", late)
     with _alone("a:1") as alone:
         assert not alone
+
+
+def test_without_a_temporary_folder_nobody_is_kept_from_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a root file system that is read-only, and nothing mounted at /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with _alone("a:1") as alone:
+        assert alone

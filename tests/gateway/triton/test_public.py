@@ -266,13 +266,31 @@ async def test_on_demand_models_take_the_memory_that_is_set_for_their_names(trit
 async def test_a_model_that_the_next_request_loads_is_healthy(triton: FakeTriton) -> None:
     # Else an alert would say, all night, that requests for a model that was unused get a 503.
     triton.models = {"a": FakeModel(state=""), "b": FakeModel(state="")}
-    serving = Serving(triton, ["a", "b"])
+    serving, other = Serving(triton, ["a", "b"]), Serving(triton, ["a", "b"])
     serving.upstream = triton_upstream(serving.settings(["a", "b"], load_on_demand=True))
     await serving.upstream.start()
     try:
         await until(lambda: serving.healthy() == {"a": True, "b": True})
         assert await text_of(serving.upstream, generation(model="a")) == "Hello"
         assert triton.orders == ["load a"]
+        seen: list[dict[str, bool]] = []
+
+        async def slow(_: Any) -> None:
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                seen.extend((serving.healthy(), other.healthy()))
+
+        triton.models["b"].load = slow
+        other.upstream = triton_upstream(other.settings(["a", "b"], load_on_demand=True))
+        await other.upstream.start()
+        try:
+            await until(lambda: other.healthy() == {"a": True, "b": True})
+            assert await text_of(serving.upstream, generation(model="b")) == "Hello"
+        finally:
+            await other.upstream.close()
+        assert len(seen) == 20
+        assert all(all(each.values()) for each in seen)
+        triton.models["b"].load = None
         await triton.stop()
         await until(lambda: serving.healthy() == {"a": False, "b": False})
     finally:

@@ -144,6 +144,7 @@ def test_a_prompt_over_the_context_is_refused(served: Served) -> None:
         answer = served.ask(prompt).wait()
         assert answer.refusal is not None
         assert answer.refused[0] is RefusalCode.CONTEXT_LENGTH_EXCEEDED
+        assert answer.refused[1].startswith("This model's maximum context length is 512 tokens")
 
 
 def test_bytes_that_are_no_text_are_refused(served: Served) -> None:

@@ -113,6 +113,20 @@ def test_text_of_the_first_min_tokens_never_stops() -> None:
     assert text_of(push_all(exactly, ids)) == "a"
 
 
+@pytest.mark.parametrize(("blank_start", "text"), [(False, ""), (True, "\na")])
+def test_white_space_before_a_raw_answer_may_be_none_of_it(*, blank_start: bool, text: str) -> None:
+    answer = AnswerStream(TOKENIZER, FORMAT, ["\n"], raw=True, blank_start=blank_start)
+    assert text_of(push_all(answer, TOKENIZER.encode("\na\nb"))).lstrip(" ") == text
+
+
+def test_a_stop_string_may_begin_within_min_tokens() -> None:
+    ids = TOKENIZER.encode("a\nb\nc")
+    newline = ids.index(TOKENIZER.encode("\n")[-1])
+    answer = stream(["\nb"], min_tokens=newline + 2)
+    assert text_of(push_all(answer, ids)) == "a"
+    assert answer.tokens == newline + 2
+
+
 @given(
     st.lists(
         st.lists(
@@ -320,6 +334,25 @@ def test_held_text_is_the_longest_possible_beginning(stops: list[str], pieces: l
         ]
         assert joined == shown + joined[len(shown) :]
         assert len(joined) - len(shown) == max(beginnings, default=0)
+
+
+@given(stop_lists, st.lists(letters, max_size=8), st.integers(0, 8))
+@example(["aa"], ["aaa", "a"], 1)
+def test_what_is_complete_too_early_is_text(stops: list[str], pieces: list[str], early: int) -> None:
+    stream = StopStrings(stops)
+    joined = "".join(pieces[:early])
+    shown = "".join(stream.push(piece, ignore=True)[0] for piece in pieces[:early])
+    for piece in pieces[early:]:
+        text, stopped = stream.push(piece)
+        shown += text
+        for letter in piece:
+            joined += letter
+            found = max((stop for stop in stops if joined.endswith(stop)), key=len, default=None)
+            if found is not None:
+                assert (shown, stopped) == (joined.removesuffix(found), found)
+                return
+        assert stopped is None
+    assert shown + stream.finish() == joined
 
 
 def test_without_stops_nothing_waits() -> None:

@@ -1,4 +1,6 @@
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from gateway.chat.vocabulary import Vocabulary
 from tests.gil import turns_during
 from tests.template_checkpoint import ANSWER, SPECIAL, write_tokenizer
 from triton_models.errors import CheckpointError, LibraryPanicError, TextError
+from triton_models.serving.chat_text import archive_of
 from triton_models.text.answer import Detokenizer
 from triton_models.text.formats import TemplateFormat
 from triton_models.text.grammars import Grammars
@@ -67,6 +70,17 @@ def test_what_ends_an_answer_is_what_the_generation_says(tmp_path: Path) -> None
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [8, 9]}), encoding="utf-8")
     assert JsonTokenizer(tmp_path).end_ids[1:] == [8, 9]
+
+
+def test_the_end_may_be_named_in_a_file_of_special_tokens(tmp_path: Path) -> None:
+    """As in older checkpoints, and the gateway reads it, too."""
+    made = write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ""}', encoding="utf-8")
+    file = tmp_path / "special_tokens_map.json"
+    file.write_text('{"eos_token": {"content": "<|im_end|>"}}', encoding="utf-8")
+    assert JsonTokenizer(tmp_path).end_ids == [made.token_to_id("<|im_end|>")]
+    with zipfile.ZipFile(io.BytesIO(archive_of(tmp_path))) as files:
+        assert files.read(file.name) == file.read_bytes()
 
 
 def test_ids_that_the_model_has_not_end_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,34 @@ def read(
     )
 
 
+def test_the_repository_may_have_any_name(tmp_path: Path) -> None:
+    """Also where Python takes names of files for ASCII, as in Triton's stub, whatever the locale is."""
+    folder = tmp_path / "模型"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.json").write_text('{"model": "x"}')
+    code = (
+        "import json, sys\n"
+        "from triton_models.vllm.options import read_options\n"
+        "assert sys.getfilesystemencoding() == 'ascii'\n"
+        "print(read_options(json.load(sys.stdin)).engine['model'])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(
+            {
+                "model_config": "{}",
+                "model_repository": str(folder),
+                "model_version": "1",
+                "model_name": "llama",
+            }
+        ).encode(),
+        env=os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert said.stdout == b"x\n"
+
+
 def test_truth_may_be_written_as_text(tmp_path: Path) -> None:
     options = read(tmp_path, {"model": "x", "enforce_eager": "true", "enable_prefix_caching": "False"})
     assert options.engine == {"model": "x", "enforce_eager": True, "enable_prefix_caching": False}
@@ -37,6 +68,12 @@ def test_truth_may_be_written_as_text(tmp_path: Path) -> None:
         False,
         False,
     )
+
+
+def test_an_older_sample_of_the_official_backend_works_as_it_is(tmp_path: Path) -> None:
+    sample = {"model": "facebook/opt-125m", "disable_log_requests": "true", "enforce_eager": "true"}
+    assert read(tmp_path, sample).engine == {"model": "facebook/opt-125m", "enforce_eager": True}
+    assert read(tmp_path, {"disable_log_requests": False}).engine == {"enable_log_requests": True}
 
 
 def test_adapters_are_read_where_they_are_enabled(tmp_path: Path) -> None:

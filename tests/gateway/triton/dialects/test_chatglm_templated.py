@@ -74,11 +74,44 @@ async def test_a_model_with_a_format_of_its_own_is_sent_turns(dialect: Dialect) 
     assert not request.raw
 
 
+@pytest.mark.parametrize(
+    ("asked", "blank"),
+    [
+        ({}, True),
+        ({"grammar": Grammar(kind="regex", text=" *a", field="f")}, False),
+        ({"prompt": PlainText("the")}, False),
+        ({"stop": []}, False),  # models that do not know of it are asked, too
+    ],
+)
+async def test_stop_strings_are_not_found_in_white_space_before_a_conversations_answer(
+    tmp_path: Path, asked: dict[str, Any], *, blank: bool
+) -> None:
+    request = generation(**{"stop": ["\n"]} | asked)
+    assert (await sent(templated(tmp_path, LISTED), request, NO_FORMAT)).blank_start is blank
+
+
 async def test_texts_and_ids_are_sent_as_ids(dialect: Dialect) -> None:
     text = await sent(dialect, generation(PlainText(text="the")), NO_FORMAT)
     ids = await sent(dialect, generation(TokenIds(ids=(3, 4))), NO_FORMAT)
     assert text.prompt_token_ids == [257]
     assert ids.prompt_token_ids == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("empty", "param"),
+    [
+        ({"prompt": PlainText("")}, "prompt"),
+        ({"prompt": PlainText(""), "prompt_field": "prompt.1"}, "prompt.1"),
+        ({"prompt": Conversation((Message(role="user", content="", field="messages.0"),))}, "messages.0"),
+    ],
+)
+async def test_what_has_no_tokens_is_refused_by_its_name(
+    tmp_path: Path, empty: dict[str, Any], param: str
+) -> None:
+    dialect = templated(tmp_path, "{{ messages[0].content }}")
+    with pytest.raises(InvalidRequestError, match="no tokens") as refused:
+        await sent(dialect, generation(**empty), NO_FORMAT)
+    assert refused.value.param == param
 
 
 TOOLS = tuple(Tool(name=name, description=None, parameters={}, strict=True) for name in ("now", "then"))
@@ -307,6 +340,20 @@ async def test_reasoning_is_counted_without_its_marks(tmp_path: Path, text: str,
     assert isinstance(last, Delta)
     assert last.usage is not None
     assert last.usage.reasoning_tokens == tokens
+
+
+@pytest.mark.parametrize("single", [False, True])
+async def test_an_answer_ends_with_its_only_call(dialect: Dialect, *, single: bool) -> None:
+    assert dialect.prepare is not None
+    tools = tuple(replace(each, strict=False) for each in TOOLS)
+    prompt = replace(TALK, offer=ToolOffer(tools=tools, single=single))
+    answer = dialect.decoder(await dialect.prepare(generation(prompt), NO_FORMAT), NO_FORMAT)
+    answer.decode(response(meta=ACCEPTED))
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    (last,) = answer.decode(response(2 * call, END | {"finish_reason": "length"}))
+    assert isinstance(last, Delta)
+    assert [each.name for each in last.calls] == (["now"] if single else ["now", "now"])
+    assert last.finish_reason == ("tool_calls" if single else "length")
 
 
 def test_without_a_tokenizer_a_conversation_is_refused_by_what_to_set() -> None:
