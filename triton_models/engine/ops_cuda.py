@@ -17,6 +17,7 @@ from triton_models.engine.kernels.attention_decode import (
 )
 from triton_models.engine.kernels.attention_library import (
     KEYS,
+    LEAST_KEYS,
     attend_earlier,
     has_library,
     long_chunk,
@@ -140,7 +141,7 @@ class CudaOperations:
         cached = self._cache.keys[0], self._cache.values[0]
         queries = cached[0].new_zeros((rows, self._query_heads, cached[0].shape[-1]))
         tables = cached[0].new_zeros((1, context // self._cache.block_size), dtype=torch.int32)
-        for offset in range(KEYS, context, KEYS):
+        for offset in range(LEAST_KEYS, context, KEYS):
             attend_earlier(queries, *cached, tables, ChunkRows(0, 0, rows, offset))
 
     def reset(self) -> None:
