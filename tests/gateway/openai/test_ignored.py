@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from gateway.anthropic.request import CountTokensRequest
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.document import Reading
-from gateway.openai.responses_request import ResponsesRequest
+from gateway.openai.responses_request import InputTokensRequest, ResponsesRequest
 from gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -178,6 +179,20 @@ def test_older_names_of_structured_outputs(way: str) -> None:
             Reading(),
         )
     assert both.value.param == f"guided_{way}"
+
+
+@pytest.mark.parametrize(
+    ("reader", "base"),
+    [
+        (InputTokensRequest.read, {"input": "a"}),
+        (CountTokensRequest.read, {"messages": [MESSAGE]}),
+        (TokenizeRequest.read, {"messages": [MESSAGE]}),
+    ],
+)
+@pytest.mark.parametrize("given", [{"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}])
+def test_a_prompt_to_be_counted_may_have_one(reader: Read, base: dict[str, Any], given: Any) -> None:
+    work = read(reader, base, given, Reading(strict=True)).tokenization(request_id="r", deadline=1.0)
+    assert (work.grammar.kind, work.grammar.text) == ("regex", "a+")
 
 
 def test_a_completion_may_have_a_response_format() -> None:
