@@ -209,6 +209,8 @@ class StructuredRequest(Body):
     Null means absent everywhere.
     """
 
+    unsupported: ClassVar[Mapping[str, Any]] = {"guided_whitespace_pattern": None, "structural_tag": None}
+
     structured_outputs: StructuredOutputs | None = None
     guided_json: Annotated[AnySchema | None, _OLDER] = None
     guided_regex: Annotated[Regex | None, _OLDER] = None

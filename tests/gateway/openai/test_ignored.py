@@ -148,6 +148,8 @@ def test_what_a_body_makes_up_is_noted_up_to_a_limit() -> None:
         ({"web_search_options": {"a": 1}}, "web_search_options"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"length_penalty": 1.5}, "length_penalty"),
+        ({"guided_json": {}, "guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        ({"structural_tag": '{"type": "structural_tag"}'}, "structural_tag"),
         ({"messages": [{**MESSAGE, "audio": {"id": "a"}}]}, "messages.0.audio"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
