@@ -49,7 +49,10 @@ def read_line(text: bytes) -> Line:
     Raises:
         ValueError: it is no request that a batch can hold; the message says why.
     """
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - a value of the file
     name, path, body = (document.get(key) for key in ("custom_id", "url", "body"))

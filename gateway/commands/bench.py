@@ -41,7 +41,7 @@ def listed(flag: str, each: click.IntRange | click.FloatRange, **options: Any) -
 def fields(_context: click.Context, _parameter: click.Parameter, given: str) -> dict[str, Any]:
     """Read an object in JSON."""
     found: object = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(given)
     if not isinstance(found, dict):
         raise click.BadParameter(f"{given!r} is not an object in JSON")

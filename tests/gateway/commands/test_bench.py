@@ -105,6 +105,7 @@ async def test_mixed_lengths_and_further_fields() -> None:
     assert {request.top_p for request in upstream.requests} == {0.5}
     assert "is not an object in JSON" in run("--also", "[1]")[1]
     assert "is not an object in JSON" in run("--also", "{")[1]
+    assert "is not an object in JSON" in run("--also", "[" * 100_000)[1]
 
 
 async def test_ctrl_c_shows_what_was_measured() -> None:
