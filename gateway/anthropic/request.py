@@ -38,7 +38,6 @@ from gateway.errors import InvalidRequestError
 from gateway.openai.answer import encode
 from gateway.openai.chat_request import REASONED, Effort, Switches
 from gateway.openai.document import (
-    Body,
     Content,
     Items,
     Strict,
@@ -52,7 +51,7 @@ from gateway.openai.document import (
 )
 from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopStrings, TokenBound
-from gateway.openai.structured import Schema, schema_grammar, shallow
+from gateway.openai.structured import Schema, StructuredRequest, schema_grammar, shallow
 from gateway.openai.tools import CallId, ChoiceMode, Function, ToolName, offer_of
 from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
 
@@ -301,7 +300,7 @@ class OutputConfig(Strict, place="output_config"):
     format: OutputFormat | None = None
 
 
-class ConversationRequest(Body):
+class ConversationRequest(StructuredRequest):
     """What makes a prompt. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"container": None, "mcp_servers": [], "output_format": None}
@@ -395,7 +394,7 @@ class CountTokensRequest(ConversationRequest):
 
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
-        _ = self.continued, self.formatted  # which refuse what is wrong with them
+        _ = self.continued, self.grammar  # which refuse what is wrong with them
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return the tokenization to run."""
@@ -404,5 +403,5 @@ class CountTokensRequest(ConversationRequest):
             model=self.model,
             prompt=self.continued,
             deadline=deadline,
-            grammar=self.formatted,
+            grammar=self.grammar,
         )

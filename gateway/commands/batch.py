@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -49,7 +50,10 @@ def read_line(text: bytes) -> Line:
     Raises:
         ValueError: it is no request that a batch can hold; the message says why.
     """
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - a value of the file
     name, path, body = (document.get(key) for key in ("custom_id", "url", "body"))
@@ -57,7 +61,7 @@ def read_line(text: bytes) -> Line:
         raise ValueError("custom_id must be a text")
     if document.get("method", "POST") != "POST":
         raise ValueError("method must be POST")
-    if not isinstance(path, str) or not path.startswith("/v1/"):
+    if not isinstance(path, str) or not re.fullmatch(r"/v1/[!-~]+", path):
         raise ValueError("url must be a path such as /v1/chat/completions")
     if not isinstance(body, dict):
         raise ValueError("body must be an object")  # noqa: TRY004 - as above

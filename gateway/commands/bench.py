@@ -41,7 +41,7 @@ def listed(flag: str, each: click.IntRange | click.FloatRange, **options: Any) -
 def fields(_context: click.Context, _parameter: click.Parameter, given: str) -> dict[str, Any]:
     """Read an object in JSON."""
     found: object = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(given)
     if not isinstance(found, dict):
         raise click.BadParameter(f"{given!r} is not an object in JSON")
@@ -56,6 +56,8 @@ class Measured:
     """Words or ids."""
     out: int
     row: LoadRow
+    stream: bool = True
+    """Of what was not streamed, nothing is known but when all of it was there."""
 
     @property
     def load(self) -> str:
@@ -74,11 +76,13 @@ class Measured:
             "failed": str(row.failed),
             "tok/s": f"{row.tokens_per_second:,.0f}",
             "req/s": f"{(row.requests - row.failed) / row.seconds:,.1f}",
-            "TTFT p50": f"{row.ttft_p50:,.0f}",
+            "TTFT p50" if self.stream else "time p50": f"{row.ttft_p50:,.0f}",
             "p99": f"{row.ttft_p99:,.0f}",
-            "TPOT p50": f"{row.per_token_p50:,.1f}",
-            " p99": f"{row.per_token_p99:,.1f}",
-        }
+        } | (
+            {"TPOT p50": f"{row.per_token_p50:,.1f}", " p99": f"{row.per_token_p99:,.1f}"}
+            if self.stream
+            else {}
+        )
 
 
 def table(measured: Sequence[Measured]) -> str:
@@ -90,7 +94,7 @@ def table(measured: Sequence[Measured]) -> str:
 
 
 def plot(measured: Sequence[Measured]) -> str:
-    """Return bars of the rate and of the time to the first token: to its median solid, to its p99 light."""
+    """Return bars of the rate and of the time to what came first: to its median solid, to its p99 light."""
     names = [f"{each.load}, {each.prompt} in, {each.out} out" for each in measured]
     wide = max(map(len, names))
     rates = [each.row.tokens_per_second for each in measured]
@@ -98,7 +102,8 @@ def plot(measured: Sequence[Measured]) -> str:
     lines = ["output tokens a second"]
     for name, rate in zip(names, rates, strict=True):
         lines.append(f"  {name:{wide}}  {'█' * _length(rate, max(rates))} {rate:,.0f}")
-    lines += ["", "time to the first token, ms (█ p50, ░ p99)"]
+    first = "first token" if all(each.stream for each in measured) else "whole answer"
+    lines += ["", f"time to the {first}, ms (█ p50, ░ p99)"]
     longest = max(late for _, late in waits)
     for name, (half, late) in zip(names, waits, strict=True):
         solid, total = _length(half, longest), _length(late, longest)
@@ -147,11 +152,11 @@ def measure(
         closed_loop(pool, each, f"{name}, warm-up", clients=1, requests=1)
         for rate in rates:
             row = open_loop(pool, each, f"{name}, rate {rate}", rate=rate, seconds=ends["seconds"])
-            yield Measured(size or 0, each.out, row)
+            yield Measured(size or 0, each.out, row, stream=each.stream)
         for clients in () if rates else loads:
             count = clients * ends["rounds"]
             row = closed_loop(pool, each, f"{name}, clients {clients}", clients=clients, requests=count)
-            yield Measured(size or 0, each.out, row)
+            yield Measured(size or 0, each.out, row, stream=each.stream)
 
 
 @click.command(short_help="Measure an OpenAI endpoint under load.")

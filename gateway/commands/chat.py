@@ -255,6 +255,18 @@ def models_at(url: str, key: str | None) -> list[str]:
     return names
 
 
+def _piped() -> str:
+    """Return what a pipe has to ask; it is UTF-8, whatever the locale.
+
+    Raises:
+        ClientError: it is not.
+    """
+    try:
+        return str(sys.stdin.buffer.read(), "utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ClientError(f"what the pipe asks is not UTF-8 at byte {error.start}") from None
+
+
 @click.command(short_help="Talk to a model in the terminal.")
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="of the gateway, or any OpenAI endpoint")
 @click.option("--key", envvar="TRITONGATE_KEY", show_envvar=True, help="a key of the endpoint")
@@ -265,7 +277,7 @@ def models_at(url: str, key: str | None) -> list[str]:
 def chat(*, url: str, key: str | None, question: str | None, model: str | None, **options: Any) -> None:
     """Talk to a model in the terminal; /help there says what else there is."""
     piped = question is None and not sys.stdin.isatty()
-    request = sys.stdin.read().strip() if piped else question
+    request = _piped() if piped else question
     if request is not None and not request.strip():
         raise ClientError("there is nothing to ask")
     talk = Chat(url, key, Conversation(model or models_at(url, key)[0], **options))

@@ -202,5 +202,7 @@ def print_prompt(settings: Settings, model: str, text: bytes, timeout_s: float) 
         click.echo(show(asyncio.run(prompt_of(settings, model, body, timeout_s=timeout_s))))
     except ValueError:
         raise ClientError(f"the messages are not valid JSON: {why_not_json(text)}") from None
+    except RecursionError:
+        raise ClientError("the messages are nested too deeply") from None
     except (GatewayError, TemplateError, VocabularyError) as error:
         raise ClientError(str(error)) from None

@@ -149,6 +149,7 @@ def _all_accepted(in_order: Sequence[Accepted]) -> Accepted:
     return Accepted(
         prompt_tokens=sum(accepted.prompt_tokens for accepted in in_order),
         prompt_token_ids=tuple(ids) or None,
+        whole=any(accepted.whole for accepted in in_order),
     )
 
 

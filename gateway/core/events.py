@@ -87,6 +87,8 @@ class Accepted:
     """Of all prompts."""
     prompt_token_ids: tuple[tuple[int, ...], ...] | None = None
     """For each prompt, if requested."""
+    whole: bool = False
+    """All of an answer comes with its end, though a stream was requested: nobody knows when tokens came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

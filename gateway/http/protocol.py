@@ -105,6 +105,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_timeout_s = HEAD_TIMEOUT_S
         self._in_head = True
         self._head_bytes = 0
+        self._shared_piece = False
+        """Whether a request ended in the piece that came last."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._started = False
@@ -153,6 +155,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The body is complete."""
+        self._shared_piece = True
         if not self.parser.asks_upgrade():
             super().on_message_complete()
 
@@ -174,9 +177,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     "a client speaks TLS to this port, which serves plain HTTP: use http:// in its URL,"
                     " or set tls_cert and tls_key"
                 )
+        self._shared_piece = False
         super().data_received(data)
-        # Counted only if the head continues after this piece: the piece that ends it may hold much of a body.
-        if self._in_head:
+        # Counted only if the head continues after this piece: the piece that ends it may hold much of a body,
+        # and so may the piece that another request ended in.
+        if self._in_head and not self._shared_piece:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
                 limit = HEAD_LIMIT_BYTES // 2**10

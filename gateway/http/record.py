@@ -218,6 +218,8 @@ class RequestRecord:
     """By choice."""
     finish_reasons: dict[int, str] = field(default_factory=dict)
     """By choice."""
+    _whole: bool = field(default=True, init=False)
+    """Whether all of a choice may come with its end."""
     _counting: TokenMetrics | None = field(default=None, init=False)
     """Looked up with the first token, once: labels cost more than what they count."""
 
@@ -272,6 +274,7 @@ class RequestRecord:
                     usage = dataclasses.replace(event.usage, timings=self.timings())
                     return structs.replace(event, usage=usage)
         elif type(event) is Accepted:
+            self._whole = event.whole or not self.stream
             self.prompt_tokens = event.prompt_tokens
             self.metrics.prompt_tokens.labels(self.model).inc(event.prompt_tokens)
         return event
@@ -295,7 +298,7 @@ class RequestRecord:
             counting = self._counting = self.metrics.tokens_of(self.model)
         counting.generated.value += tokens
         before = self.last_token_at.get(choice)
-        if before is None and tokens > 1 and event.finish_reason is not None and not self.stream:
+        if before is None and tokens > 1 and event.finish_reason is not None and self._whole:
             return  # a backend that tells nothing before the end: nobody knows when they came
         if self.first_token_at is None:
             self.first_token_at = now

@@ -345,7 +345,7 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A served model. `max_model_len` (in tokens), `ready` and `unloaded` are our extensions.
 
     `parent` is the model that an adapter is applied to, as in vLLM; `root` is the public name of an alias.
-    `type`, `display_name` and `created_at` are for clients of Anthropic's API.
+    What `type` and those behind it say is for clients of Anthropic's API.
     """
 
     id: str
@@ -360,6 +360,8 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str | None = None
     display_name: str | None = None
     created_at: str | None = None
+    lifecycle: str | None = None
+    max_input_tokens: int | None = None
 
     @classmethod
     def of(cls, card: ModelCard, name: str, request: Request | None = None) -> "Model":
@@ -378,7 +380,14 @@ class Model(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if request is None or _ANTHROPIC not in request.headers:
             return model
         created_at = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return replace(model, type="model", display_name=name, created_at=created_at)
+        return replace(
+            model,
+            type="model",
+            display_name=name,
+            created_at=created_at,
+            lifecycle="active",
+            max_input_tokens=card.max_context,
+        )
 
 
 class ModelList(Struct, frozen=True, omit_defaults=True):

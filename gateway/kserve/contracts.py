@@ -243,7 +243,7 @@ def metadata_document(model: str, signature: Signature) -> dict[str, Any]:
 
 
 def read_questions(
-    contract: Contract, request: InferRequest, chat_format: str
+    contract: Contract, request: InferRequest, chat_format: str, most_rows: int = MAX_ROWS
 ) -> tuple[list[Question], bool]:
     """Read a request's rows.
 
@@ -253,6 +253,7 @@ def read_questions(
         contract: the model's.
         request: the client's; the elements of each tensor are as many as its shape says.
         chat_format: the checkpoint's; where it knows only rounds, an empty history counts as one of pairs.
+        most_rows: that a request may have.
 
     Returns:
         The questions, and whether the outputs have the batch dimension.
@@ -267,9 +268,9 @@ def read_questions(
     if len(rows) > 1:
         raise InvalidRequestError("inputs: all must have the same number of rows.", param="inputs")
     (count,) = rows
-    if not 0 < count <= max(signature.max_rows, 1):
+    if not 0 < count <= most_rows:
         raise InvalidRequestError(
-            f"inputs: a request has 1 to {signature.max_rows} rows, not {count}.", param="inputs"
+            f"inputs: a request has 1 to {most_rows} rows, not {count}.", param="inputs"
         )
     questions = []
     for number in range(count):

@@ -8,6 +8,7 @@ are plain dictionaries, with the names that both encodings have.
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from gateway import version
@@ -24,6 +25,7 @@ from gateway.errors import (
 from gateway.http.record import Gateway, RequestRecord
 from gateway.http.run import Receive, RunningRequest
 from gateway.kserve.contracts import (
+    MAX_ROWS,
     SIGNATURES,
     VERSION,
     InferRequest,
@@ -263,7 +265,8 @@ class Door:
         receive: Receive,
     ) -> tuple[list[Tensor], int]:
         contract, chat_format = self._contract(card), card.chat_format or ""
-        questions, batch_dimension = read_questions(contract, request, chat_format)
+        most_rows = self._most_rows(card)
+        questions, batch_dimension = read_questions(contract, request, chat_format, most_rows)
         await running.start(_generations(card, questions, record), receive)
         answers = [_Answer() for _ in questions]
         async for event in running:
@@ -375,7 +378,12 @@ class Door:
         contract = self._contract(found.card)
         if contract is Contract.LOGITS:
             return logits_signature(found.card.vocabulary)
-        return SIGNATURES[contract]
+        signature = SIGNATURES[contract]
+        return replace(signature, max_rows=min(signature.max_rows, self._most_rows(found.card)))
+
+    def _most_rows(self, card: ModelCard) -> int:
+        """Return how many answers one request may ask for."""
+        return min(MAX_ROWS, self.gateway.settings.max_choices, card.settings.limits.n or MAX_ROWS)
 
     def _contract(self, card: ModelCard) -> Contract:
         if not (card.settings.contract or _is_known(card)):

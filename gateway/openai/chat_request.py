@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
 from pydantic import AfterValidator, Field, Tag, ValidationInfo, model_validator
 
 from gateway.chat.conversation import call_rules
-from gateway.core.request import Conversation, Message, MessageRole, NamedTool, PastCall, ToolOffer
+from gateway.core.request import Conversation, Message, MessageRole, PastCall, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import (
     Content,
@@ -25,19 +25,8 @@ from gateway.openai.document import (
 )
 from gateway.openai.images import ImagePart, images_of, joined
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, AnyCompletionRequest, TokenBound
-from gateway.openai.tools import (
-    Choice,
-    FunctionCall,
-    FunctionName,
-    Functions,
-    MessageCall,
-    Tools,
-    offer_of,
-    offer_of_tools,
-)
+from gateway.openai.tools import FunctionCall, MessageCall, ToolsRequest
 from wire.limits import TOP_LOGPROBS_LIMIT
-
-_DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
 
 _ROLES: Final[Mapping[str, MessageRole]] = {"developer": "system", "function": "tool"}
 
@@ -211,7 +200,7 @@ def conversation(
     )
 
 
-class ChatRequest(AnyCompletionRequest):
+class ChatRequest(ToolsRequest, AnyCompletionRequest):
     """A chat completion request. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {
@@ -236,11 +225,7 @@ class ChatRequest(AnyCompletionRequest):
     ] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
-    tools: Tools | None = None
-    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Functions | None, _DEPRECATED] = None
-    function_call: Annotated[Literal["none", "auto"] | FunctionName | None, _DEPRECATED] = None
     reasoning_effort: Annotated[Effort, if_read("reasoning_effort", "reasoning_effort")] = None
     chat_template_kwargs: Switches = None
     include_reasoning: Annotated[
@@ -260,30 +245,8 @@ class ChatRequest(AnyCompletionRequest):
     @cached_property
     def continued(self) -> Conversation:
         """The conversation and the tools."""
-        return conversation(self.messages, self._offer(), self.reasoning_effort, self.chat_template_kwargs)
-
-    def _offer(self) -> ToolOffer | None:
-        """Return the tools offered to the model, and which of them it has to call.
-
-        Raises:
-            InvalidRequestError: the fields about them contradict each other.
-        """
-        if self.functions and self.tools:
-            raise InvalidRequestError("functions is the older form of tools; give one.", param="functions")
-        for given, other in (("functions", "tool_choice"), ("tools", "function_call")):
-            if getattr(self, given) and getattr(self, other) not in (None, "auto"):
-                raise InvalidRequestError(f"{other} is not about {given}.", param=other)
-        older = self.function_call
-        of_functions = offer_of(
-            self.functions or (),
-            NamedTool(older.name) if isinstance(older, FunctionName) else older,
-            path="functions.{}",
-            field="functions",
-            choice_field="function_call",
-            single=True,
-        )
-        single = self.parallel_tool_calls is False
-        return offer_of_tools(self.tools, self.tool_choice, single=single) or of_functions
+        offer = self.offer(single=self.parallel_tool_calls is False)
+        return conversation(self.messages, offer, self.reasoning_effort, self.chat_template_kwargs)
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that were given."""

@@ -170,12 +170,14 @@ class CompletionLogprobs(Struct, frozen=True):
 class LogprobsWriter:
     """Writes those of one choice, at once or in parts, with the `top` most likely tokens at each position.
 
-    With `as_ids`, tokens are named by their ids.
+    With `as_ids`, tokens are named by their ids. With `special`, those that are not text are in an answer by
+    name.
     """
 
-    def __init__(self, top: int, *, as_ids: bool = False) -> None:
+    def __init__(self, top: int, *, as_ids: bool = False, special: bool = False) -> None:
         self._top = top
         self._as_ids = as_ids
+        self._special = special
         self._characters = 0
         """Number of characters that are complete."""
         self._decoder = utf8_decoder()
@@ -186,7 +188,7 @@ class LogprobsWriter:
             [shown_token(token, as_id=self._as_ids) for token in tokens],
             [token.logprob for token in tokens],
             [self._likely(token) for token in tokens],
-            [self._place(token.utf8) for token in tokens],
+            [self._place(self._added(token)) for token in tokens],
         )
 
     def _likely(self, token: TokenLogprob | PromptLogprob) -> dict[str, float] | None:
@@ -198,6 +200,11 @@ class LogprobsWriter:
         # Of several tokens that are shown alike, this one counts, or else the most likely one.
         likely[shown_token(token, as_id=self._as_ids)] = token.logprob
         return likely
+
+    def _added(self, token: TokenLogprob | PromptLogprob) -> bytes:
+        """Return what `token` adds to the text; of a prompt's, it is told."""
+        named = self._special and isinstance(token, TokenLogprob) and token.token.strip("\ufffd")
+        return token.token.encode() if named and not token.utf8 else token.utf8
 
     def _place(self, utf8: bytes) -> int:
         """Return the offset of the character that `utf8` begins or continues, and advance by it."""
@@ -257,7 +264,11 @@ class CompletionAnswer(ChunksAnswer):
         super().__init__(request)
         self._request = request
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._writers = [LogprobsWriter(request.logprobs or 0, as_ids=as_ids) for _ in range(request.choices)]
+        special = request.skip_special_tokens is False
+        self._writers = [
+            LogprobsWriter(request.logprobs or 0, as_ids=as_ids, special=special)
+            for _ in range(request.choices)
+        ]
         """By choice."""
         self._started: set[int] = set()
 

@@ -14,19 +14,8 @@ from pydantic_core import PydanticCustomError
 from gateway.chat.conversation import call_rules
 from gateway.core.request import Conversation, Generation, Grammar, Prompt
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Body, Items, Strict, at_most, ignore
-from gateway.openai.structured import (
-    WAYS,
-    AnySchema,
-    Choice,
-    Regex,
-    ResponseFormat,
-    Rules,
-    StructuredOutputs,
-    format_grammar,
-    grammar_of,
-    one_grammar,
-)
+from gateway.openai.document import Items, Strict, at_most, ignore
+from gateway.openai.structured import ResponseFormat, StructuredRequest, format_grammar
 from wire.limits import (
     ALLOWED_IDS_LIMIT,
     ANSWERS_LIMIT,
@@ -80,9 +69,6 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenBound = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
-_OLDER = Field(
-    description="the older name of a part of structured_outputs", json_schema_extra={"deprecated": True}
-)
 BOOKKEEPING = Field(description="bookkeeping: accepted, not used")
 
 
@@ -108,7 +94,7 @@ class StreamOptions(AnyStreamOptions):
         return self
 
 
-class GenerationRequest(Body, ABC):
+class GenerationRequest(StructuredRequest, ABC):
     """The shared part. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {
@@ -186,12 +172,6 @@ class GenerationRequest(Body, ABC):
         Field(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT, description="place in the engine's queue, lower first"),
     ] = None
 
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Annotated[AnySchema | None, _OLDER] = None
-    guided_regex: Annotated[Regex | None, _OLDER] = None
-    guided_choice: Annotated[Choice | None, _OLDER] = None
-    guided_grammar: Annotated[Rules | None, _OLDER] = None
-
     user: Annotated[str | None, BOOKKEEPING] = None
     safety_identifier: Annotated[str | None, BOOKKEEPING] = None
     prompt_cache_key: Annotated[
@@ -240,26 +220,6 @@ class GenerationRequest(Body, ABC):
     @abstractmethod
     def continued(self) -> Prompt:
         """The prompt, or the first one; built once: a long conversation takes time."""
-
-    @property
-    def formatted(self) -> Grammar | None:
-        """The grammar that OpenAI's own field asks for; None: there is none."""
-        return None
-
-    @cached_property
-    def grammar(self) -> Grammar | None:
-        """The grammar of the answer's text, built once: a schema may be large. None: it is free.
-
-        Raises:
-            InvalidRequestError: several fields define one, or one is invalid.
-        """
-        return one_grammar(
-            (
-                self.formatted,
-                self.structured_outputs.grammar() if self.structured_outputs else None,
-                *(grammar_of(way, getattr(self, f"guided_{way}"), f"guided_{way}") for way in WAYS),
-            )
-        )
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that were given, by their names in a `Generation`.

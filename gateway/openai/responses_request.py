@@ -32,7 +32,6 @@ from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
-    Body,
     Content,
     Items,
     Reading,
@@ -48,7 +47,14 @@ from gateway.openai.document import (
 )
 from gateway.openai.images import Illustrated, InputImagePart, images_of
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, TokenBound
-from gateway.openai.structured import BY_TYPE, JsonSchema, PlainFormat, Schema, format_grammar
+from gateway.openai.structured import (
+    BY_TYPE,
+    JsonSchema,
+    PlainFormat,
+    Schema,
+    StructuredRequest,
+    format_grammar,
+)
 from gateway.openai.tools import BY_CHOICE, CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
@@ -293,7 +299,7 @@ KEPT: Final = _KEEPS + "send the whole conversation in input (as many clients do
 """Why nothing can refer to an earlier response, and what to do instead."""
 
 
-class _InputRequest(Body):
+class _InputRequest(StructuredRequest):
     """What makes a prompt. Null means absent everywhere."""
 
     unsupported: ClassVar[Mapping[str, Any]] = {"conversation": None, "previous_response_id": None}
@@ -406,7 +412,7 @@ class InputTokensRequest(_InputRequest):
 
     def check(self) -> None:
         """Refuse parameters that are valid alone but not together."""
-        _ = self.continued, self.formatted  # which refuse what is wrong with them
+        _ = self.continued, self.grammar  # which refuse what is wrong with them
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return the tokenization to run."""
@@ -415,5 +421,5 @@ class InputTokensRequest(_InputRequest):
             model=self.model,
             prompt=self.continued,
             deadline=deadline,
-            grammar=self.formatted,
+            grammar=self.grammar,
         )

@@ -8,6 +8,7 @@ expressions cost is bounded here: nested repetitions multiply, and every backend
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -17,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.core.request import Grammar
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Items, Strict, type_of
+from gateway.openai.document import Body, Items, Strict, type_of
 from wire.limits import ALTERNATIVES_LIMIT, GRAMMAR_LIMIT
 
 MAX_DEPTH = 64
@@ -195,6 +196,46 @@ class StructuredOutputs(Strict, place="structured_outputs"):
 
     def _values(self) -> tuple[Any, ...]:
         return self.json_, self.regex, self.choice, self.grammar_
+
+
+_OLDER = Field(
+    description="the older name of a part of structured_outputs", json_schema_extra={"deprecated": True}
+)
+
+
+class StructuredRequest(Body):
+    """A request whose answer's text may be held to a grammar: of which there is one, its prompt may tell.
+
+    Null means absent everywhere.
+    """
+
+    unsupported: ClassVar[Mapping[str, Any]] = {"guided_whitespace_pattern": None, "structural_tag": None}
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[AnySchema | None, _OLDER] = None
+    guided_regex: Annotated[Regex | None, _OLDER] = None
+    guided_choice: Annotated[Choice | None, _OLDER] = None
+    guided_grammar: Annotated[Rules | None, _OLDER] = None
+
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that the API's own field asks for; None: there is none."""
+        return None
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """The grammar of the answer's text, built once: a schema may be large. None: it is free.
+
+        Raises:
+            InvalidRequestError: several fields define one, or one is invalid.
+        """
+        return one_grammar(
+            (
+                self.formatted,
+                self.structured_outputs.grammar() if self.structured_outputs else None,
+                *(grammar_of(way, getattr(self, f"guided_{way}"), f"guided_{way}") for way in WAYS),
+            )
+        )
 
 
 def one_grammar(grammars: Iterable[Grammar | None]) -> Grammar | None:

@@ -14,22 +14,20 @@ from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import Effort, Messages, Switches, conversation
 from gateway.openai.document import Body, Items, at_most, if_read
 from gateway.openai.params import TokenId
-from gateway.openai.structured import ResponseFormat, StructuredOutputs, format_grammar, one_grammar
-from gateway.openai.tools import Choice, Tools, offer_of_tools
+from gateway.openai.structured import ResponseFormat, StructuredRequest, format_grammar
+from gateway.openai.tools import ToolsRequest
 from wire.limits import IDS_LIMIT
 
 _OF_MESSAGES: Final = (
-    "tools",
-    "tool_choice",
+    *(name for name in (*ToolsRequest.model_fields, *StructuredRequest.model_fields) if name != "model"),
     "response_format",
-    "structured_outputs",
     "add_generation_prompt",
     "reasoning_effort",
     "chat_template_kwargs",
 )
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ToolsRequest, StructuredRequest):
     """A text, or a conversation as in a chat request, with the parameters that decide how its answer begins.
 
     Null means absent everywhere.
@@ -39,10 +37,7 @@ class TokenizeRequest(Body):
 
     prompt: Annotated[str | None, Field(description="a text; or else messages")] = None
     messages: Messages | None = None
-    tools: Tools | None = None
-    tool_choice: Choice | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     add_generation_prompt: Annotated[
         bool | None, Field(description="of messages: up to where the answer begins; true unless given")
     ] = None
@@ -66,7 +61,7 @@ class TokenizeRequest(Body):
                 "Messages have the ids that begin every prompt; add_special_tokens would add them again.",
                 param="add_special_tokens",
             )
-        _ = self._subject, self._grammar  # which refuse what is wrong with them
+        _ = self._subject, self.grammar  # which refuse what is wrong with them
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return the tokenization to run."""
@@ -77,7 +72,7 @@ class TokenizeRequest(Body):
             deadline=deadline,
             prefix=self.add_special_tokens is not False,
             answer_next=self.add_generation_prompt is not False,
-            grammar=self._grammar,
+            grammar=self.grammar,
             strings=bool(self.return_token_strs),
         )
 
@@ -90,13 +85,14 @@ class TokenizeRequest(Body):
     def _subject(self) -> Conversation | PlainText:
         if self.prompt is not None:
             return PlainText(self.prompt)
-        offer = offer_of_tools(self.tools, self.tool_choice, single=False)
-        return conversation(self.messages or (), offer, self.reasoning_effort, self.chat_template_kwargs)
+        return conversation(
+            self.messages or (), self.offer(single=False), self.reasoning_effort, self.chat_template_kwargs
+        )
 
-    @cached_property
-    def _grammar(self) -> Grammar | None:
-        outputs = self.structured_outputs
-        return one_grammar((format_grammar(self.response_format), outputs.grammar() if outputs else None))
+    @property
+    def formatted(self) -> Grammar | None:
+        """The grammar that `response_format` asks for."""
+        return format_grammar(self.response_format)
 
 
 class DetokenizeRequest(Body):

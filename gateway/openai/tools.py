@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from gateway.core.request import AllowedTools, NamedTool, PastCall, Tool, ToolOffer
 from gateway.errors import InvalidRequestError
-from gateway.openai.document import Items, Strict, Unread, branch_of
+from gateway.openai.document import Body, Items, Strict, Unread, branch_of
 from gateway.openai.structured import Schema, shallow, too_deep
 from wire.limits import TOOLS_LIMIT
 
@@ -154,6 +154,8 @@ class MessageCall(Strict, place="messages.tool_calls"):
     ] = None
 
 
+_DEPRECATED = Field(json_schema_extra={"deprecated": True})  # `deprecated=True` would warn at each access
+
 Tools = Annotated[Items[FunctionTool], Field(max_length=TOOLS_LIMIT)]
 Functions = Annotated[Items[Function], Field(max_length=TOOLS_LIMIT)]
 
@@ -207,13 +209,38 @@ def offer_of(
     )
 
 
-def offer_of_tools(
-    tools: Sequence[FunctionTool] | None, choice: Choice | None, *, single: bool
-) -> ToolOffer | None:
-    """Return the offer of a chat's `tools` with its `tool_choice`; None: no tools.
+class ToolsRequest(Body):
+    """A request of a chat that may offer tools, in their newer form or in the older one."""
 
-    Raises:
-        InvalidRequestError: as `offer_of`.
-    """
-    chosen = choice if choice is None or isinstance(choice, str) else choice.chosen
-    return offer_of([tool.function for tool in tools or ()], chosen, single=single)
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    functions: Annotated[Functions | None, _DEPRECATED] = None
+    function_call: Annotated[Literal["none", "auto"] | FunctionName | None, _DEPRECATED] = None
+
+    def offer(self, *, single: bool) -> ToolOffer | None:
+        """Return the tools offered to the model, and which of them it has to call; None: no tools.
+
+        Args:
+            single: at most one call in the answer; of functions, there never are several.
+
+        Raises:
+            InvalidRequestError: the fields about them contradict each other.
+        """
+        if self.functions and self.tools:
+            raise InvalidRequestError("functions is the older form of tools; give one.", param="functions")
+        for given, other in (("functions", "tool_choice"), ("tools", "function_call")):
+            if getattr(self, given) and getattr(self, other) not in (None, "auto"):
+                raise InvalidRequestError(f"{other} is not about {given}.", param=other)
+        older = self.function_call
+        of_functions = offer_of(
+            self.functions or (),
+            NamedTool(older.name) if isinstance(older, FunctionName) else older,
+            path="functions.{}",
+            field="functions",
+            choice_field="function_call",
+            single=True,
+        )
+        choice = self.tool_choice
+        chosen = choice if choice is None or isinstance(choice, str) else choice.chosen
+        tools = [tool.function for tool in self.tools or ()]
+        return offer_of(tools, chosen, single=single) or of_functions

@@ -47,6 +47,8 @@ class Attempts:
         """Whether a replica has accepted the request whose answer can be resumed."""
         self.resumes = 0
         """How often it was."""
+        self.whole = False
+        """Whether all of an answer that is to be streamed comes with its end."""
         self._accepted = False
         self._seed = secrets.randbits(63)
         """Of a request without one: whoever resumes its answer needs the same."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from msgspec import structs
@@ -146,6 +147,9 @@ class TritonUpstream:
                                 if not attempts.accept():
                                     self._resumed(attempts)
                                     continue  # from a second replica: the client has the first one's
+                                if attempts.whole:
+                                    yield replace(event, whole=True)
+                                    continue
                             yield event
                     return
 
@@ -384,6 +388,7 @@ class TritonUpstream:
         dialect, report = replica.serving()
         if request.adapter is not None and not dialect.adapters:
             raise InvalidRequestError("The model's backend applies no adapters by name.", param="model")
+        attempts.whole = request.stream and (request.beam_width > 1 or not dialect.streams)
         if request.stream and not dialect.streams:
             request = structs.replace(request, stream=False)
         if request.logits and report.vocabulary is None:

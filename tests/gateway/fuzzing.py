@@ -39,10 +39,23 @@ _CHECKS: list[Any] = [
     negative_data_rejection,
 ]
 
+_GRAMMARS = (
+    "response_format",
+    "text",
+    "output_config",
+    "structured_outputs",
+    "guided_choice",
+    "guided_regex",
+    "guided_json",
+    "guided_grammar",
+)
+"""Of these, one at most may say what an answer is."""
+
 _OF_MESSAGES = (
     "tool_choice",
-    "response_format",
-    "structured_outputs",
+    "functions",
+    "function_call",
+    *_GRAMMARS,
     "add_generation_prompt",
     "chat_template_kwargs",
 )
@@ -71,10 +84,21 @@ def pinned(document: Mapping[str, Any], models: list[str]) -> dict[str, Any]:
     return pinned_document
 
 
+def _settle(body: dict[str, Any]) -> None:
+    """Take from a body what the rest of it contradicts."""
+    if not body.get("tools"):
+        body.pop("tool_choice", None)
+    for name in [name for name in _GRAMMARS if body.get(name)][1:]:
+        del body[name]
+    if isinstance(body.get("guided_json"), str):
+        body["guided_json"] = "{}"
+
+
 def mend(body: Any, more: Mapping[str, Any]) -> None:
     """Take from a right body what the document cannot rule out, and set `more`; else nearly all end there."""
     if not isinstance(body, dict):
         return
+    _settle(body)
     if isinstance(body.get("prompt"), str):
         for name in ("messages", "tools", *_OF_MESSAGES):
             body.pop(name, None)

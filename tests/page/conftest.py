@@ -66,9 +66,13 @@ async def opened_at(browser: Browser, url: str, **options: Any) -> AsyncIterator
 def opened(browser: Browser) -> Opened:
     @asynccontextmanager
     async def open_one(
-        script: Script | None = None, path: str = "/", options: Any = None, **settings: Any
+        script: Script | None = None,
+        path: str = "/",
+        options: Any = None,
+        models: tuple[str, ...] = ("glm", "org/glm-2"),
+        **settings: Any,
     ) -> AsyncIterator[tuple[Page, Served]]:
-        async with on_socket(FakeUpstream(script), **settings) as served:
+        async with on_socket(FakeUpstream(script, models), **settings) as served:
             url = str(served.http.base_url).rstrip("/") + path
             async with opened_at(browser, url, **options or {}) as page:
                 yield page, served

@@ -126,6 +126,30 @@ async def test_a_choice_of_model_and_language_is_remembered(opened: Opened) -> N
         assert served.upstream.requests[0].model == "org/glm-2"
 
 
+FILL = """() => {
+  for (let size = 2 ** 23, at = 0; size >= 1; size /= 2) {
+    try { localStorage.setItem(`other ${at++}`, "x".repeat(size)); } catch { /* half of it, then */ }
+  }
+}"""
+"""Leave no room for any choice."""
+
+
+async def test_a_choice_that_the_browser_has_no_room_for_holds_on_this_page(opened: Opened) -> None:
+    async with opened(echo) as (page, served):
+        await page.evaluate(FILL)
+        await page.get_by_role("button", name="Theme").click()
+        assert await page.evaluate("document.documentElement.dataset.theme") == "light"
+        await page.select_option("#model", "org/glm-2")
+        await page.click("#open-settings")
+        await page.fill("#system", "Be brief. " * 9)
+        await page.click("#settings .main")
+        await ask(page)
+        await answered(page)
+        asked = served.upstream.requests[0]
+        assert asked.model == "org/glm-2"
+        assert [each.role for each in asked.prompt.messages] == ["system", "user"]
+
+
 async def test_a_question_may_come_before_the_list_of_models(opened: Opened) -> None:
     async with opened(echo) as (page, served):
         await ask(page, "kept")

@@ -43,6 +43,14 @@ async def test_admins_load_and_unload(opened: Opened) -> None:
         await until(lambda: len(served.upstream.changes) == 2)
 
 
+async def test_a_model_may_have_any_name(opened: Opened) -> None:
+    name = "org/glm 4?#%2F"
+    async with opened(path="/#load", models=(name,)) as (page, served):
+        page.once("dialog", lambda dialog: dialog.accept())
+        await page.get_by_role("button", name=f"Unload {name}").click()
+        await until(lambda: served.upstream.changes == [("unload", name, False, None)])
+
+
 async def test_others_are_told_that_they_may_not(opened: Opened) -> None:
     keys = [{"name": "user", "key": "secret", "scopes": ["inference"]}]
     async with opened(path="/#load", api_keys=keys) as (page, served):

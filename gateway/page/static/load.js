@@ -153,7 +153,8 @@ async function change(model) {
   refused = null;
   show();
   try {
-    await call(`v1/models/${encodeURI(model.id)}/${model.ready ? "unload" : "load"}`, { method: "POST" });
+    const path = model.id.split("/").map(encodeURIComponent).join("/");
+    await call(`v1/models/${path}/${model.ready ? "unload" : "load"}`, { method: "POST" });
   } catch (error) {
     refused = failure(error);
   }

@@ -68,10 +68,17 @@ export function follow(changed) {
   };
 }
 
+const unkept = new Map(); // choices that the browser has no room for: this page has them until it is left
+
 /** Read or, with a second argument, write a choice; an empty one is forgotten. */
 export function choice(name, value) {
-  if (value === undefined) return localStorage.getItem(name) ?? "";
-  if (value === "") localStorage.removeItem(name);
-  else localStorage.setItem(name, value);
+  if (value === undefined) return unkept.get(name) ?? localStorage.getItem(name) ?? "";
+  unkept.delete(name);
+  try {
+    if (value === "") localStorage.removeItem(name);
+    else localStorage.setItem(name, value);
+  } catch {
+    unkept.set(name, value);
+  }
   return value;
 }

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from gateway.core.events import TokenLogprob, TopLogprob
 from gateway.core.request import Generation, Grammar
-from gateway.errors import InvalidRequestError
+from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from gateway.triton.dialects import embeddings
 from gateway.triton.dialects.base import Request
 from gateway.triton.dialects.foreign import Contract
@@ -104,7 +104,10 @@ class _Answer(TextOutputs):
         document, count = next(iter(found.get("logprobs", ())), None), self._generation.logprobs
         if count is None or not document:
             return None
-        return tuple(_logprob(each, count) for each in json.loads(document) or ())
+        try:
+            return tuple(_logprob(each, count) for each in json.loads(document) or ())
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise UpstreamProtocolError("The model's log-probabilities cannot be read.") from error
 
 
 def _logprob(entries: Mapping[str, Mapping[str, Any]], count: int) -> TokenLogprob:

@@ -108,12 +108,13 @@ async def test_models_are_also_listed_in_its_form(served: Served) -> None:
     names = [each["id"] for each in listed["data"]]
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, names[0], names[-1])
     model = listed["data"][names.index("glm")]
-    assert (model["type"], model["display_name"]) == ("model", "glm")
+    assert (model["type"], model["display_name"], model["lifecycle"]) == ("model", "glm", "active")
+    assert model["max_input_tokens"] == model["max_model_len"]
     assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
     assert (await served.http.get("/v1/models/glm", headers=headers)).json() == model
     others = (await served.http.get("/v1/models")).json()
     assert set(others) == {"object", "data"}
-    assert not {"type", "display_name", "created_at"} & set(others["data"][0])
+    assert not {"type", "display_name", "created_at", "lifecycle"} & set(others["data"][0])
 
 
 async def test_keys() -> None:

@@ -160,7 +160,9 @@ async def test_why_it_waits_is_told_until_that_has_passed(
 
 def test_wrong_input_is_named_before_anything_is_asked(tmp_path: Path) -> None:
     source = write(tmp_path / "in", line("a"), line("a"), line("b", stream=True))
-    source.write_text(source.read_text() + "\n{\n[]\n" + json.dumps(line("c") | {"url": "/x"}) + "\n")
+    more = ["", "{", "[]", json.dumps(line("c") | {"url": "/x"}), "[" * 100_000]
+    more += [json.dumps(line("d") | {"url": "/v1/completions "}), ""]
+    source.write_text(source.read_text() + "\n".join(more))
     status, text = run(source, tmp_path / "out", "--url", "http://127.0.0.1:9")
     assert status == 1
     assert f"{source}:2: custom_id 'a' is that of line 1" in text
@@ -168,6 +170,8 @@ def test_wrong_input_is_named_before_anything_is_asked(tmp_path: Path) -> None:
     assert f"{source}:5: " in text
     assert f"{source}:6: not a JSON object" in text
     assert f"{source}:7: url" in text
+    assert f"{source}:8: nested too deeply" in text
+    assert f"{source}:9: url" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -95,6 +95,17 @@ async def test_ids_are_of_the_model_that_is_asked(vocabulary: int | None, below:
     assert len(ids) > 20
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_is_not_streamed_has_no_first_token(stream: bool) -> None:
+    async with on_socket(FakeUpstream(counted)) as served:
+        less = ["--clients", "1", "--rounds", "1", "--out", "3", "--processes", "1"]
+        given = [served.http.base_url, *less, "--stream" if stream else "--no-stream"]
+        status, text = await asyncio.to_thread(run, *given)
+    assert status == 0, text
+    assert [word in text for word in ("TTFT", "TPOT", "first token")] == [stream] * 3
+    assert ("time to the whole answer" in text) is not stream
+
+
 async def test_mixed_lengths_and_further_fields() -> None:
     upstream = FakeUpstream(counted)
     async with on_socket(upstream) as served:
@@ -105,6 +116,7 @@ async def test_mixed_lengths_and_further_fields() -> None:
     assert {request.top_p for request in upstream.requests} == {0.5}
     assert "is not an object in JSON" in run("--also", "[1]")[1]
     assert "is not an object in JSON" in run("--also", "{")[1]
+    assert "is not an object in JSON" in run("--also", "[" * 100_000)[1]
 
 
 async def test_ctrl_c_shows_what_was_measured() -> None:

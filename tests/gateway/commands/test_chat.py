@@ -23,12 +23,12 @@ TRITONGATE = Path(sys.executable).with_name("tritongate")
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
-def run(*arguments: object, text: str = "") -> tuple[int, str]:
+def run(*arguments: object, text: str | bytes = "") -> tuple[int, str]:
     result = CliRunner().invoke(main, ["chat", *map(str, arguments)], input=text)
     return result.exit_code, result.output
 
 
-async def ask(served: Served, *arguments: object, text: str = "") -> tuple[int, str]:
+async def ask(served: Served, *arguments: object, text: str | bytes = "") -> tuple[int, str]:
     return await asyncio.to_thread(run, *arguments, "--url", served.http.base_url, text=text)
 
 
@@ -53,6 +53,8 @@ async def test_errors_are_a_line_and_status_1() -> None:
         assert text.startswith("Error: ")
         assert text.endswith("(404)\n")
         assert await ask(served, text=" \n") == (1, "Error: there is nothing to ask\n")
+        status, text = await ask(served, text="你好".encode("gbk"))
+        assert (status, text) == (1, "Error: what the pipe asks is not UTF-8 at byte 0\n")
     assert run("-q", "hi", "--url", "http://127.0.0.1:9")[0] == 1
 
 

@@ -110,6 +110,7 @@ async def test_a_prompt_has_what_its_template_reads(tokenizer: str, away: bool) 
         (b"[\xff]", "it is not UTF-8 at byte 1"),
         (b"\xef\xbb\xbf[]", "messages: Array should have at least 1 item"),
         ("3", "The body must be a JSON object"),
+        pytest.param("[" * 100_000, "the messages are nested too deeply", id="deep"),
         ('[{"role": "nobody"}]', "messages.0.role"),
         (json.dumps(ASK), "the model"),
     ],

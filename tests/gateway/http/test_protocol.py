@@ -61,6 +61,23 @@ async def test_a_body_does_not_count_as_headers() -> None:
         assert answer.status_code == 200
 
 
+async def test_nor_does_what_came_before_it_in_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that is read may have the end of a body, or whole requests, and a head that is not complete."""
+    monkeypatch.setattr(protocol, "HEAD_LIMIT_BYTES", 1000)
+    body = json.dumps({"model": "glm", "prompt": "u" * 2000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    asked = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with on_socket(FakeUpstream()) as served:
+        _, answers = await record(
+            served,
+            asked + b"GET /health HTTP/1.1\r\nHost: loca",
+            b"lhost\r\nConnection: close\r\n\r\n",
+            pause_s=0.2,
+        )
+        assert answers.count(b"HTTP/1.1 200 ") == 1
+        assert b"HTTP/1.1 431 " not in answers
+
+
 async def test_slow_headers_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
     async with on_socket(FakeUpstream()) as served:

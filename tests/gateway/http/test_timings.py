@@ -68,16 +68,17 @@ async def test_nobody_else_gets_them(path: str, *, stream: bool) -> None:
         assert "timings" not in await usage_of(served, path, stream=stream, include_timings=False)
 
 
-async def test_when_the_tokens_of_a_whole_answer_came_is_not_known() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_when_the_tokens_of_a_whole_answer_came_is_not_known(*, stream: bool) -> None:
     """A backend that does not stream tells of them with the end: that is no time to the first one."""
 
     async def say_at_once(_: Generation) -> AsyncGenerator[Event, None]:
-        yield Accepted(prompt_tokens=3)
+        yield Accepted(prompt_tokens=3, whole=stream)
         usage = Usage(prompt_tokens=3, completion_tokens=5)
         yield Delta(pieces=("a b c",), tokens=5, finish_reason="stop", usage=usage)
 
     async with in_process(FakeUpstream(say_at_once)) as served:
-        timings = (await usage_of(served, CHAT, stream=False, include_timings=True))["timings"]
+        timings = (await usage_of(served, CHAT, stream=stream, include_timings=True))["timings"]
         assert (timings["first_token_ms"], timings["generation_ms"]) == (None, None)
         assert served.metric("generated_tokens_total", model="glm") == 5
         assert served.metric("time_to_first_token_seconds_count", model="glm") == 0

@@ -298,6 +298,17 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("given", [{"max_choices": 2}, {"models": {"glm": {"limits": {"n": 2}}}}])
+async def test_rows_are_answers_of_which_a_request_has_so_many(given: Any) -> None:
+    def rows(count: int) -> Any:
+        return {"inputs": [tensor(name, [value] * count, [count, 1]) for name, value in VALUES.items()]}
+
+    async with in_process(FakeUpstream(echo), **given) as served:
+        assert (await served.http.post(INFER, json=rows(2))).status_code == 200
+        assert await refusal(served, rows(3)) == (400, "inputs: a request has 1 to 2 rows, not 3.")
+        assert (await served.http.get("/v2/models/glm/config")).json()["max_batch_size"] == 2
+
+
 async def test_keys_and_their_limits() -> None:
     keys = [KEYS[0] | {"requests_per_minute": 1}, KEYS[1]]
     async with in_process(FakeUpstream(echo), api_keys=keys) as served:
@@ -392,7 +403,7 @@ def use_library(url: str) -> None:
         assert not client.is_model_ready("other")
         assert client.get_server_metadata()["name"] == "tritongate"
         assert client.get_model_metadata("glm")["inputs"][0]["name"] == "prompt"
-        assert client.get_model_config("glm")["max_batch_size"] == 64
+        assert client.get_model_config("glm")["max_batch_size"] == 32
         assert client.get_inference_statistics("glm")["model_stats"][0]["name"] == "glm"
         assert [each["name"] for each in client.get_model_repository_index()] == ["glm", "org/glm-2"]
         client.unload_model("glm")

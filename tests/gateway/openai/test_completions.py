@@ -285,6 +285,15 @@ def test_bytes_that_begin_no_character_are_one_in_the_text() -> None:
     assert LogprobsWriter(5).write(split).text_offset == [0, 1, 1, 1, 2]
 
 
+@pytest.mark.parametrize(("special", "offsets"), [(False, [0, 1, 1, 2]), (True, [0, 1, 9, 10])])
+def test_special_tokens_have_a_place_where_they_are_shown(special: bool, offsets: list[int]) -> None:
+    named = [token("a", b"a"), token("<|user|>", b""), token("b", b"b"), token("c", b"c")]
+    assert LogprobsWriter(5, special=special).write(named).text_offset == offsets
+    prompt = PromptLogprob(id=1, token="[gMASK]", utf8=b"", logprob=None, top=())
+    after = LogprobsWriter(5, special=special).write([prompt, *named]).text_offset
+    assert after == [0, *offsets], "a text's prefix is not echoed"
+
+
 def test_tokens_that_are_shown_alike_do_not_take_each_others_values() -> None:
     alike = TokenLogprob(
         id=90,

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from gateway.anthropic.request import CountTokensRequest
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.document import Reading
-from gateway.openai.responses_request import ResponsesRequest
+from gateway.openai.responses_request import InputTokensRequest, ResponsesRequest
 from gateway.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -147,6 +148,8 @@ def test_what_a_body_makes_up_is_noted_up_to_a_limit() -> None:
         ({"web_search_options": {"a": 1}}, "web_search_options"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"length_penalty": 1.5}, "length_penalty"),
+        ({"guided_json": {}, "guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
+        ({"structural_tag": '{"type": "structural_tag"}'}, "structural_tag"),
         ({"messages": [{**MESSAGE, "audio": {"id": "a"}}]}, "messages.0.audio"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -178,6 +181,20 @@ def test_older_names_of_structured_outputs(way: str) -> None:
             Reading(),
         )
     assert both.value.param == f"guided_{way}"
+
+
+@pytest.mark.parametrize(
+    ("reader", "base"),
+    [
+        (InputTokensRequest.read, {"input": "a"}),
+        (CountTokensRequest.read, {"messages": [MESSAGE]}),
+        (TokenizeRequest.read, {"messages": [MESSAGE]}),
+    ],
+)
+@pytest.mark.parametrize("given", [{"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}])
+def test_a_prompt_to_be_counted_may_have_one(reader: Read, base: dict[str, Any], given: Any) -> None:
+    work = read(reader, base, given, Reading(strict=True)).tokenization(request_id="r", deadline=1.0)
+    assert (work.grammar.kind, work.grammar.text) == ("regex", "a+")
 
 
 def test_a_completion_may_have_a_response_format() -> None:

@@ -52,6 +52,9 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         {"tools": TOOLS, "tool_choice": NAMED},
         {"tools": TOOLS, "response_format": {"type": "json_object"}},
         {"structured_outputs": {"choice": ["a", "b"]}},
+        {"guided_regex": "a+"},
+        {"functions": [TOOLS[0]["function"]]},
+        {"functions": [TOOLS[0]["function"]], "function_call": {"name": "f"}},
     ],
 )
 def test_a_conversation_is_what_a_chat_asks_for(more: dict[str, Any]) -> None:
@@ -75,6 +78,9 @@ def test_a_conversation_is_what_a_chat_asks_for(more: dict[str, Any]) -> None:
         ({"prompt": "a", "tool_choice": "none"}, "tool_choice"),
         ({"prompt": "a", "response_format": {"type": "text"}}, "response_format"),
         ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"prompt": "a", "guided_regex": "a"}, "guided_regex"),
+        ({"prompt": "a", "functions": [TOOLS[0]["function"]]}, "functions"),
+        ({"messages": MESSAGES, "guided_regex": "a", "guided_json": "{}"}, "guided_regex"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         ({"messages": MESSAGES, "response_format": {"type": "x"}}, "response_format"),
         (

@@ -343,6 +343,29 @@ async def test_a_backend_that_writes_one_choice_is_asked_for_each(
     assert observer.errors == []
 
 
+@pytest.mark.parametrize(
+    ("streams", "asked", "whole"),
+    [
+        (True, {"stream": True}, False),
+        (True, {"stream": True, "beam_width": 2}, True),
+        (False, {"stream": True}, True),
+        (False, {"stream": False}, False),
+    ],
+)
+async def test_a_stream_of_what_comes_at_its_end_is_called_whole(
+    triton: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch, *, streams: bool, asked: Any, whole: bool
+) -> None:
+    monkeypatch.setattr(dialects, "CHATGLM", replace(CHATGLM, channels=None, streams=streams))
+
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield accepted()
+        yield finished("a", 2)
+
+    triton.model.answer = answer
+    events = await collect(await serve(triton), generation(**asked))
+    assert events[0] == Accepted(prompt_tokens=5, whole=whole)
+
+
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_model_that_goes_on_behind_the_answers_end_is_cancelled_and_no_other(
     triton: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch, *, ends: bool

@@ -159,6 +159,16 @@ def test_a_log_probability_has_a_floor(logprob: str) -> None:
     assert [(each.token, each.logprob) for each in token.top] == [("a", -0.5), ("b", -9999.0)]
 
 
+@pytest.mark.parametrize("told", ["[{", "[{}]", "3", "[3]", '[{"x": {"logprob": 0}}]', '[{"5": {}}]'])
+def test_log_probabilities_that_cannot_be_read_are_the_backends_fault(told: str) -> None:
+    dialect = vllm.CONTRACT.dialect(VLLM | {"exclude_input_in_output", "return_logprobs"}, NOT_COUNTING)
+    answer = response("a", finish="stop")
+    answer.outputs.add(name="logprobs", datatype="BYTES", shape=[1])
+    answer.raw_output_contents.append(pack_strings([told.encode()]))
+    with pytest.raises(UpstreamProtocolError, match="log-probabilities"):
+        logprobs_of(dialect, answer)
+
+
 @pytest.mark.parametrize("inputs", [VLLM, ENSEMBLE])
 def test_who_counts_no_tokens_needs_a_tokenizer(inputs: frozenset[str]) -> None:
     with pytest.raises(UpstreamProtocolError, match="counts no tokens"):
