@@ -54,14 +54,15 @@ def has_library(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
 
 
 def long_chunk(chunks: Sequence[ChunkRows]) -> ChunkRows | None:
-    """Return the chunk whose earlier keys are for the library: it is nearly all of a large step."""
-    rows = chunks[-1].end if chunks else 0
-    if rows < _LEAST_ROWS or rows % _MULTIPLE:
+    """Return the chunk whose earlier keys are for the library: one that is all of a large step.
+
+    Beside decodes, steps that are not captured showed no gain (bench/LOG.md).
+    """
+    if len(chunks) != 1 or chunks[0].start:
         return None
-    largest = max(chunks, key=lambda each: each.end - each.start)
-    # The library computes all rows, those of other sequences in vain.
-    nearly_all = 4 * (largest.end - largest.start) >= 3 * rows
-    return largest if nearly_all and largest.offset >= LEAST_KEYS else None
+    (chunk,) = chunks
+    large = chunk.end >= _LEAST_ROWS and chunk.end % _MULTIPLE == 0
+    return chunk if large and chunk.offset >= LEAST_KEYS else None
 
 
 def attend_earlier(

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,15 +70,15 @@ def test_our_kernel_goes_on_from_what_the_library_knows(
         assert_close(second, case.attend(1, queries[1], offsets[1]))
 
 
-def test_a_long_chunk_is_nearly_all_of_a_large_step_and_follows_many_tokens() -> None:
-    few = ChunkRows(slot=1, start=4, end=40, offset=90_000)
-    large = ChunkRows(slot=2, start=40, end=1024, offset=8192)
-    assert long_chunk([few, large]) == large
+def test_a_long_chunk_is_all_of_a_large_step_and_follows_many_tokens() -> None:
+    long = ChunkRows(slot=2, start=0, end=1024, offset=8192)
+    assert long_chunk([long]) == long
     assert long_chunk([]) is None
-    assert long_chunk([few]) is None
-    assert long_chunk([ChunkRows(slot=2, start=0, end=1024, offset=8191)]) is None
-    assert long_chunk([ChunkRows(slot=2, start=0, end=1000, offset=9000)]) is None, "a number met once"
-    assert long_chunk([ChunkRows(slot=2, start=300, end=1024, offset=9000)]) is None
+    assert long_chunk([replace(long, end=448)]) is None
+    assert long_chunk([replace(long, offset=8191)]) is None
+    assert long_chunk([replace(long, end=1000)]) is None, "a number met once"
+    assert long_chunk([replace(long, start=3)]) is None, "behind decodes"
+    assert long_chunk([long, ChunkRows(slot=1, start=1024, end=1088, offset=0)]) is None
 
 
 def test_the_library_is_for_hopper() -> None:
