@@ -32,7 +32,7 @@ INT4_GROUP: Final = 128
 STEP_TOKENS: Final = 2048
 """Tokens of the largest step."""
 
-GRAPHS: Final = 204
+GRAPHS: Final = 212
 """Graphs at `MAX_RUNNING`: of each step of decodes one for its logits and three that sample; one of each step
 with prompts."""
 CONTEXT_BYTES: Final = GIB

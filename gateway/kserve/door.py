@@ -381,9 +381,10 @@ class Door:
         signature = SIGNATURES[contract]
         return replace(signature, max_rows=min(signature.max_rows, self._most_rows(found.card)))
 
-    def _most_rows(self, card: ModelCard) -> int:
-        """Return how many answers one request may ask for."""
-        return min(MAX_ROWS, self.gateway.settings.max_choices, card.settings.limits.n or MAX_ROWS)
+    @staticmethod
+    def _most_rows(card: ModelCard) -> int:
+        """Return how many answers one request may ask for: clients of Triton send batches of 64."""
+        return min(MAX_ROWS, card.settings.limits.n or MAX_ROWS)
 
     def _contract(self, card: ModelCard) -> Contract:
         if not (card.settings.contract or _is_known(card)):
