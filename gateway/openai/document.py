@@ -315,7 +315,7 @@ def read_optional_object(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequestError: as `read_object`.
     """
-    return read_object(body) if body.strip() else {}
+    return read_object(body) if body else {}
 
 
 def validate(model: type[M], document: dict[str, Any], reading: Reading | None = None) -> M:

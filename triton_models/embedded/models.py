@@ -23,6 +23,8 @@ BUILT_IN_NOTICE = (
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 """Of a model on a hub: owner/name."""
+_CACHED = re.compile(r"models--.+?--(?P<name>.+)/snapshots/[0-9a-f]{40}", re.ASCII)
+"""A folder of Hugging Face's cache."""
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 """How such a file begins, and how long it is, in bytes, by Git LFS's specification."""
 
@@ -48,6 +50,8 @@ def private_arguments(key: str) -> list[str]:
 
 def read_model_argument(argument: str) -> tuple[str, Path]:
     """Split `[NAME=]DIR`; without a name, the model is named after the folder, or after the link to it.
+
+    A folder of Hugging Face's cache, named after a commit, has the name of its repository.
 
     Raises:
         SetupError: there is no such directory, or no config.json in it.
@@ -77,7 +81,12 @@ def read_model_argument(argument: str) -> tuple[str, Path]:
             f"--model {argument}: {', '.join(pointers)}: pointers of Git LFS instead of the files; "
             f"fetch them first: git -C {path} lfs pull"
         )
-    return before if named else Path(os.path.normpath(given)).name, path
+    return before if named else _name_of(Path(os.path.normpath(given))), path
+
+
+def _name_of(folder: Path) -> str:
+    cached = _CACHED.fullmatch("/".join(folder.parts[-3:]))
+    return cached["name"] if cached else folder.name
 
 
 def _is_pointer(path: Path) -> bool:

@@ -40,6 +40,15 @@ def test_a_model_is_named_by_its_folder_or_by_name(checkpoint: Path, monkeypatch
     assert read_model_argument("inner/..") == ("glm", checkpoint)
 
 
+def test_a_model_in_hugging_faces_cache_has_its_repositorys_name(tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "models--zai-org--glm-4-9b-chat-hf" / "snapshots"
+    folder.mkdir(parents=True)
+    for commit, name in (("0" * 39 + "a", "glm-4-9b-chat-hf"), ("main", "main")):
+        (folder / commit).symlink_to(checkpoint)
+        assert read_model_argument(str(folder / commit))[0] == name
+    assert read_model_argument(f"mine={folder}/main")[0] == "mine"
+
+
 def test_a_model_is_named_by_a_link_to_its_folder(tmp_path: Path, checkpoint: Path) -> None:
     """A hub's folders are named after a commit."""
     (tmp_path / "mine").symlink_to(checkpoint)
