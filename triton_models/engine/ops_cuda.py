@@ -95,7 +95,12 @@ class CudaOperations:
         self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
         self._library = has_library(model.device, model.dtype, kv.head_dim)
         self._prefill_parts = prefill_workspace(
-            kv.heads, kv.head_dim, model.dtype, sm_count=_sm_count(model.device), device=model.device
+            model.query_heads,
+            kv.heads,
+            kv.head_dim,
+            model.dtype,
+            sm_count=_sm_count(model.device),
+            device=model.device,
         )
 
     def begin(self, layout: StepLayout) -> None:

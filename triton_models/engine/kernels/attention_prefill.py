@@ -88,6 +88,11 @@ def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> 
     return max(1, config.rows // (query_heads // kv_heads))
 
 
+def _tile_rows(group: int, config: PrefillConfig) -> int:
+    """Return the rows of a tile, which has room for all query heads of a KV head."""
+    return max(config.rows, padded(group))
+
+
 class PrefillWorkspace:
     """Buffers in which the programs of a tile leave results for the one that merges them; made only once.
 
@@ -96,14 +101,22 @@ class PrefillWorkspace:
     """
 
     def __init__(
-        self, *, places: int, kv_heads: int, head_dim: int, config: PrefillConfig, device: torch.device
+        self,
+        *,
+        places: int,
+        query_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        config: PrefillConfig,
+        device: torch.device,
     ) -> None:
         self.places = places
+        rows = _tile_rows(query_heads // kv_heads, config)
         self.sums = torch.empty(
-            (kv_heads, places, config.rows, padded(head_dim)), dtype=torch.float32, device=device
+            (kv_heads, places, rows, padded(head_dim)), dtype=torch.float32, device=device
         )
         """Unnormalised weighted sums of values: [KV heads, places, rows, padded head_dim]."""
-        self.scales = torch.empty((kv_heads, places, 2, config.rows), dtype=torch.float32, device=device)
+        self.scales = torch.empty((kv_heads, places, 2, rows), dtype=torch.float32, device=device)
         """Each row's highest score, then its sum of weights."""
         self.arrivals = torch.zeros((kv_heads, places), dtype=torch.int32, device=device)
         """Programs that have finished, at their tile's first place; zero again when a launch ends."""
@@ -114,7 +127,13 @@ class PrefillWorkspace:
 
 
 def prefill_workspace(
-    kv_heads: int, head_dim: int, dtype: torch.dtype, *, sm_count: int, device: torch.device
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    sm_count: int,
+    device: torch.device,
 ) -> PrefillWorkspace | None:
     """Return the workspace for the tiles of small steps; None where keys are not to be divided.
 
@@ -124,7 +143,14 @@ def prefill_workspace(
         return None
     places = max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
     config = prefill_config(head_dim, dtype)
-    return PrefillWorkspace(places=places, kv_heads=kv_heads, head_dim=head_dim, config=config, device=device)
+    return PrefillWorkspace(
+        places=places,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        config=config,
+        device=device,
+    )
 
 
 def make_tiles(chunks: Iterable[ChunkRows], tile: int, *, keys: int = 1, programs: int = 0) -> list[Tile]:
@@ -227,7 +253,7 @@ def prefill_attention(
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
-        ROWS=max(config.rows, triton.next_power_of_2(group)),
+        ROWS=_tile_rows(group, config),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         DIMS=padded(head_dim),

@@ -50,7 +50,7 @@ def launch(head_dim: int, dtype: torch.dtype) -> None:
     out = torch.zeros(2, heads, head_dim, dtype=dtype)
     tiles = torch.zeros(1, 7, dtype=torch.int32)
     divided = attention_prefill.prefill_workspace(
-        KV_HEADS, head_dim, dtype, sm_count=80, device=torch.device("cpu")
+        heads, KV_HEADS, head_dim, dtype, sm_count=80, device=torch.device("cpu")
     )
     attention_prefill.prefill_attention(
         projected[:, :heads], cache, cache, tables, tiles, out, workspace=divided

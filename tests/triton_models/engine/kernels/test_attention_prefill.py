@@ -51,6 +51,7 @@ def prefill(
     if programs:
         workspace = PrefillWorkspace(
             places=programs,
+            query_heads=shape.query_heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             config=config,
@@ -185,11 +186,12 @@ def test_a_row_is_the_same_bits_whatever_is_beside_it(device: torch.device) -> N
     assert torch.equal(prefill(alone, queries[1:2], offsets[1:2])[0], together[1])
 
 
-def test_heads_beyond_the_rows_of_a_tile_get_a_larger_one(device: torch.device) -> None:
-    case = PagedCase([20], Shape(group=20, kv_heads=1), device=device)
-    queries = case.random(3, 20)
-    (actual,) = prefill(case, [queries], [17])
-    assert_close(actual, case.attend(0, queries, 17))
+@pytest.mark.parametrize("programs", [0, 9])
+def test_heads_beyond_the_rows_of_a_tile_get_a_larger_one(device: torch.device, programs: int) -> None:
+    case = PagedCase([320], Shape(group=20, kv_heads=2), device=device)
+    queries = case.random(3, 40)
+    (actual,) = prefill(case, [queries], [317], programs=programs)
+    assert_close(actual, case.attend(0, queries, 317))
 
 
 def test_rows_that_no_tile_names_are_left_alone(device: torch.device) -> None:
@@ -256,15 +258,17 @@ def test_parts_have_places_of_their_own_and_none_is_empty(
 def test_only_16_bits_and_small_steps_have_parts() -> None:
     """In float32 a row is the same bits in any batch."""
     device = torch.device("cpu")
-    divided = prefill_workspace(2, 128, torch.bfloat16, sm_count=132, device=device)
+    divided = prefill_workspace(32, 2, 128, torch.bfloat16, sm_count=132, device=device)
     assert divided is not None
     assert divided.places == 132
     assert divided.sums.shape[2] == prefill_config(128, torch.bfloat16, block_size=64, rows=MANY_ROWS).rows
-    assert prefill_workspace(2, 128, torch.float32, sm_count=132, device=device) is None
+    assert prefill_workspace(32, 2, 128, torch.float32, sm_count=132, device=device) is None
 
 
 def test_a_workspace_is_usable_again_after_a_failed_launch() -> None:
-    workspace = PrefillWorkspace(places=4, kv_heads=2, head_dim=16, config=SMALL, device=torch.device("cpu"))
+    workspace = PrefillWorkspace(
+        places=4, query_heads=6, kv_heads=2, head_dim=16, config=SMALL, device=torch.device("cpu")
+    )
     workspace.arrivals[1, 0] = 3
     workspace.reset()
     assert not workspace.arrivals.any()

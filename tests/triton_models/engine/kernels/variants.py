@@ -59,7 +59,7 @@ def launch(rows: int, width: int, *, misaligned: bool, extra: int | None) -> Non
     tiles = integers(7 * rows, misaligned=misaligned).view(rows, 7)
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out)
     divided = attention_prefill.prefill_workspace(
-        2, 16, torch.bfloat16, sm_count=8, device=torch.device("cpu")
+        6, 2, 16, torch.bfloat16, sm_count=8, device=torch.device("cpu")
     )
     attention_prefill.prefill_attention(queries, cache, cache, tables, tiles, out, workspace=divided)
     in_blocks = PrefillConfig(rows=64, keys=16, warps=4, stages=2, in_blocks=True)
