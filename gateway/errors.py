@@ -87,11 +87,15 @@ class AuthenticationError(GatewayError):
 
 
 class PermissionDeniedError(GatewayError):
-    """A known key without the scope that the route asks for."""
+    """A known key without the scope that the route asks for.
+
+    `key_name` is its owner's, for metrics and the log.
+    """
 
     status = 403
     type = "invalid_request_error"
     code = "insufficient_scope"
+    key_name: str | None = None
 
 
 class ControlDisabledError(PermissionDeniedError):

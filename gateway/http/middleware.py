@@ -156,8 +156,9 @@ class RecordMiddleware:
         try:
             await self._app(scope, receive, watched_send)
         except asyncio.CancelledError:
-            # By the server, at the end of a drain: of what the drain itself could not end, as an unload.
-            if record.status is not None or self._records.gateway.drain.phase is not Phase.ENDED:
+            # By the server, at the end of a drain: of what the drain itself could not end, as an unload, or
+            # what came behind it, as a scrape.
+            if record.status is not None or self._records.gateway.drain.phase is Phase.SERVING:
                 raise
             over = shutting_down()
             record.fail(over)

@@ -32,6 +32,7 @@ from gateway.errors import (
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
+    PermissionDeniedError,
 )
 from gateway.http.sites import Sites
 from gateway.limits.admission import (
@@ -236,9 +237,11 @@ class RequestRecord:
         return self.prompt_tokens + self.generated_tokens
 
     def fail(self, error: GatewayError) -> None:
-        """Record an error, unless there is one already."""
+        """Record an error, unless there is one already; of a key that may not do this, its owner, too."""
         if self.error is None:
             self.error = error
+        if isinstance(error, PermissionDeniedError) and error.key_name is not None:
+            self.key_name = error.key_name
 
     def rejected(self, error: GatewayError, reason: str) -> GatewayError:
         """Count that it was turned away before any work; return the error, with the reason for its line."""

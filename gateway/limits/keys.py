@@ -82,7 +82,9 @@ class Keyring:
         if found is None:
             raise AuthenticationError("The API key is not known.")
         if scope not in found.scopes:
-            raise PermissionDeniedError(f"This API key does not have the scope {scope}.")
+            denied = PermissionDeniedError(f"This API key does not have the scope {scope}.")
+            denied.key_name = found.name
+            raise denied
         return found.name
 
 

@@ -242,7 +242,8 @@ class OnDemand:
         for model, replica in place.backend.replicas.items():
             replica.yielding = model in place.unloading
         held = place.held()
-        place.planned = held - place.unloading
+        leaving = {model for model, state in place.states.items() if state is EntryState.UNLOADING}
+        place.planned = held - place.unloading - leaving  # whoever unloads them
         roomy = {model for model in place.states.keys() - held if self._fits(place, model)}
         place.made_for &= roomy
         place.room_from = {
@@ -393,8 +394,8 @@ class OnDemand:
             if unused and model not in self._wishes and not self._kept(place, model):
                 self._make_leave(place, model, UnloadReason.IDLE)
         # One at a time and by chance, since other gateways see the same.
-        held = place.held() - place.unloading
-        leaving = [] if self._policy.allows(held) else self._leaving(place, held, at_once=True)
+        staying = place.planned
+        leaving = [] if self._policy.allows(staying) else self._leaving(place, staying, at_once=True)
         for model in leaving[:1]:
             replica = place.backend.replicas.get(model)
             if (replica is not None and replica.outstanding) or random.choice((True, False)):  # noqa: S311

@@ -45,6 +45,16 @@ async def called(_: Generation) -> AsyncIterator[Event]:
         yield event
 
 
+async def test_a_key_without_the_scope_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        refused = await served.http.post("/v1/models/glm/unload", headers=HEADERS)
+        assert refused.status_code == 403
+        assert served.metric("key_requests_total", key="anna", model="unknown", status="403") == 1
+    (line,) = lines(capsys)
+    assert (line["key"], line["status"], line["error"]) == ("anna", 403, "PermissionDeniedError")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], *, stream: bool) -> None:
     configure_logging("info")

@@ -1,8 +1,10 @@
+import asyncio
 import logging
 from typing import Any
 
 import pytest
 
+from gateway.http.record import Gateway
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.serving import CHAT, MESSAGES, in_process
 
@@ -90,3 +92,21 @@ async def test_while_draining_only_the_operators_paths_answer() -> None:
         assert (await served.http.get("/health/ready")).status_code == 503
         assert (await served.http.get("/metrics")).status_code == 200
         assert served.metric("requests_rejected_total", model="unknown", reason="draining") == 1
+
+
+async def test_a_scrape_that_outlasts_the_drain_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came after the last request's end: uvicorn ends it, while another process does not answer it."""
+    waiting = asyncio.Event()
+
+    async def exposition(_: Gateway) -> bytes:
+        waiting.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(Gateway, "exposition", exposition)
+    async with in_process(FakeUpstream()) as served:
+        served.gateway.drain.begin()
+        scrape = asyncio.create_task(served.http.get("/metrics"))
+        await waiting.wait()
+        scrape.cancel()
+        assert (await scrape).status_code == 503

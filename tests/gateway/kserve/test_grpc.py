@@ -192,6 +192,8 @@ async def test_keys_are_metadata() -> None:
         assert (await stub.ServerLive(service_pb2.ServerLiveRequest())).live
         await stub.ModelInfer(question(), metadata=user)
         await served.until_idle()
+        for name in ("user", "boss"):
+            assert served.metric("key_requests_total", key=name, model="unknown", status="403") == 1
 
 
 async def test_the_key_and_its_limits_come_before_the_message() -> None:

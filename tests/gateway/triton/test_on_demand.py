@@ -309,6 +309,30 @@ async def test_what_is_too_much_is_unloaded(triton: FakeTriton, demand: Any) -> 
     assert len(triton.orders) == 2
 
 
+async def test_what_others_are_unloading_is_no_longer_too_much(
+    triton: FakeTriton, demand: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.choice", max)  # never a look that lets it be
+    unloaded(triton, *"abc")
+    for model in triton.models.values():
+        model.state = "READY"
+    triton.models["a"].state = "UNLOADING"
+    await demand(triton, max_loaded=2, min_loaded_s=0)
+    await asyncio.sleep(1.5)  # at least one look
+    assert triton.orders == []
+
+
+async def test_room_that_others_make_is_waited_for(triton: FakeTriton, demand: Any) -> None:
+    unloaded(triton, *"abc")
+    triton.models["a"].state, triton.models["b"].state = "UNLOADING", "READY"
+    pool = await demand(triton, max_loaded=2, min_loaded_s=0)
+    waiting = asyncio.create_task(said(pool, "c"))
+    await asyncio.sleep(1)  # several looks
+    triton.models["a"].state = "UNAVAILABLE"
+    assert await waiting == "Hello"
+    assert triton.orders == ["load c"]
+
+
 async def test_what_is_too_much_goes_though_it_is_always_in_use(
     triton: FakeTriton, demand: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
