@@ -223,10 +223,6 @@ class Sender:
         """How many questions are due."""
         self._counted_at = time.monotonic()
 
-    def start(self) -> None:
-        """Start the thread."""
-        self.worker.start()
-
     def stop(self) -> None:
         """Do what was posted, refuse every call that is still watched, and join the thread."""
         self.worker.stop()

@@ -295,7 +295,7 @@ def test_channels_are_bounded_and_one_of_an_id_at_a_time(monkeypatch: pytest.Mon
     delivery = Delivery(
         lambda _: None, sender, on_first_token=lambda *_: None, on_lost=lambda _: None, heartbeat_s=2
     )
-    delivery.start()
+    delivery.worker.start()
     first = new("a")
     delivery.open(first)
     with pytest.raises(InvalidRequestError):
