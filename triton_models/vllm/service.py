@@ -20,13 +20,7 @@ import numpy as np
 from triton_models.errors import EngineStoppedError, InvalidRequestError
 from triton_models.serving import outbox
 from triton_models.serving.outbox import CANCELLED, UNLOADED, Refusal, Sender
-from triton_models.vllm.tensors import (
-    EmbeddingRequest,
-    Progress,
-    Values,
-    embedding_outputs,
-    read_request,
-)
+from triton_models.vllm.tensors import EmbeddingRequest, Progress, Values, embedding_outputs, read_request
 from wire.refusal import RefusalCode
 
 if TYPE_CHECKING:
