@@ -183,7 +183,7 @@ class Delivery:
             if callable(each):
                 self._send(gained)
                 gained = {}
-                self._do(each)
+                each()
             else:
                 for output in each:
                     self._take(output, gained)
@@ -252,12 +252,6 @@ class Delivery:
         choice.deltas += 1
         request.last_sent = now
         return channel
-
-    def _do(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            log.exception("a channel could not be opened or closed")  # confined to that channel
 
     def _flush(self, channel: DeltaChannel) -> None:
         self.worker.renew()
