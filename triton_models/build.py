@@ -133,10 +133,7 @@ def _packed_before(_context: click.Context, _parameter: click.Parameter, archive
 @click.command(context_settings={"max_content_width": 110})
 @click.option("--model", required=True, metavar="[NAME=]DIR", help="checkpoint directory, as published")
 @click.option(
-    "--out",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="a new or empty folder",
+    "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="a new or empty folder"
 )
 @click.option("--name", help="of the model  [default: the directory's name]")
 @click.option("--device", default="cuda:0", show_default=True, metavar="cpu|cuda:N")

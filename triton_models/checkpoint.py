@@ -7,7 +7,6 @@ only tensors are unpickled. The layouts of weight files are those that transform
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -34,14 +33,9 @@ _NARROW = {torch.float16, torch.bfloat16}
 _DTYPES = {torch.float32, *_NARROW}
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One open weight file."""
-
-    names: set[str]
-    """Of its tensors."""
-    read: Callable[[str], Tensor]
-    """Returns a tensor on the CPU, which is backed by the mapped file: valid while the shard is open."""
+Shard = tuple[set[str], Callable[[str], Tensor]]
+"""Of an open weight file: the names of its tensors, and what returns one, on the CPU. A tensor is backed by
+the mapped file: valid while that is open."""
 
 
 @torch.no_grad()  # a `.bin` file may hold parameters, of which copies would be recorded
@@ -85,16 +79,16 @@ def load_model(
     packed = None if stored is None else PackedMatrices(stored, model.embedding, missing)
     filled = 0
     for path, expected in shards.items():
-        with open_shard(path) as shard:
-            _check_names(path, shard.names, expected)
-            for name in sorted(shard.names):
+        with open_shard(path) as (held, read):
+            _check_names(path, held, expected)
+            for name in sorted(held):
                 place = name.removeprefix(names.prefix)
                 if place in names.skipped:
                     continue
                 if packed is not None and place not in missing and packed.has(place):
-                    filled += packed.add(path, place, shard.read(name))
+                    filled += packed.add(path, place, read(name))
                 else:
-                    filled += _fill(path, name, shard.read, place, missing)
+                    filled += _fill(path, name, read, place, missing)
                 if progress is not None:
                     progress(filled, total)
             if packed is not None:
@@ -124,8 +118,8 @@ def _narrow_dtype(shards: Iterable[Path]) -> torch.dtype | None:
     """Return the dtype that all matrices and biases have, if it is one of 16 bits."""
     found: set[torch.dtype] = set()
     for path in shards:
-        with open_shard(path) as shard:
-            tensors = ((name, shard.read(name)) for name in shard.names)
+        with open_shard(path) as (names, read):
+            tensors = ((name, read(name)) for name in names)
             found.update(each.dtype for name, each in tensors if each.dim() > 1 or name.endswith(".bias"))
     return found.pop() if len(found) == 1 and found < _NARROW else None
 
@@ -172,7 +166,7 @@ def open_shard(path: Path) -> Iterator[Shard]:
         with ExitStack() as stack:
             with faults_name_the_file(path, _BROKEN):
                 file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            yield Shard(set(file.keys()), faults_name_the_file(path, _BROKEN)(file.get_tensor))
+            yield set(file.keys()), faults_name_the_file(path, _BROKEN)(file.get_tensor)
     else:
         # weights_only: a pickle with anything but tensors and plain containers is refused.
         with faults_name_the_file(path, _BROKEN):
@@ -183,7 +177,7 @@ def open_shard(path: Path) -> Iterator[Shard]:
         for name, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__} instead of a tensor")
-        yield Shard(set(tensors), tensors.__getitem__)
+        yield set(tensors), tensors.__getitem__
 
 
 def _check_names(path: Path, names: set[str], expected: set[str] | None) -> None:

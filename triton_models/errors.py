@@ -8,7 +8,6 @@ ModelError
 ├── InvalidGrammarError              a grammar that is broken, too large, or cannot be enforced
 ├── TextError                        a text or conversation that the tokenizer or chat format cannot express
 ├── SettingsError                    the engine cannot be built with these settings
-├── WarmUpError                      the engine fails on the warm-up's requests
 ├── TokenMaskError                   a request's token mask failed; only that request fails
 ├── LibraryPanicError                a library in Rust panicked
 └── raised when a request is added, before any work is done for it:
@@ -61,10 +60,6 @@ class TextError(ModelError):
 
 class SettingsError(ModelError):
     """Engine settings that are out of range, or incompatible with each other, the model or the machine."""
-
-
-class WarmUpError(ModelError):
-    """The engine was built, but cannot complete a warm-up request."""
 
 
 class TokenMaskError(ModelError):

@@ -9,24 +9,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from wire.limits import (
-    ALLOWED_IDS_LIMIT,
-    ANSWERS_LIMIT,
-    BAD_WORD_LENGTH_LIMIT,
-    BAD_WORDS_LIMIT,
-    BEAMS_LIMIT,
-    INT64_MAX,
-    LOGIT_BIAS_LIMIT,
-    PRIORITY_LIMIT,
-    STOP_IDS_LIMIT,
-    STOP_LENGTH_LIMIT,
-    STOPS_LIMIT,
-    TOP_LOGPROBS_LIMIT,
-)
+from wire import limits
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
-StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_LIMIT)]
-BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=BAD_WORD_LENGTH_LIMIT)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=limits.INT64_MAX)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.STOP_LENGTH_LIMIT)]
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.BAD_WORD_LENGTH_LIMIT)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 
 
@@ -48,10 +35,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     )  # fmt: skip
     """What a beam search does not take: it compares the model's own probabilities of answers."""
 
-    n: Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_LIMIT)] = 1
+    n: Annotated[int, msgspec.Meta(ge=1, le=limits.ANSWERS_LIMIT)] = 1
     """Number of choices: answers to the prompt, sampled independently, or a beam search's best, best first.
     Either all of them are queued or none."""
-    beam_width: Annotated[int, msgspec.Meta(ge=0, le=BEAMS_LIMIT)] = 0
+    beam_width: Annotated[int, msgspec.Meta(ge=0, le=limits.BEAMS_LIMIT)] = 0
     """Number of beams of a search for the most likely answers, at least `n`; 0: answers are sampled. Each
     answer comes complete, at the search's end. Stop strings cut it then, and do not end a beam."""
     length_penalty: Annotated[float, msgspec.Meta(ge=-10, le=10)] = 1.0
@@ -81,20 +68,20 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     """Subtracted from the logits of tokens in the answer, once per occurrence."""
-    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=INT64_MAX)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=limits.INT64_MAX)] | None = None
     """Choice i has the seed `seed + i` (`seed_of`); absent: each choice gets a random one."""
-    logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=LOGIT_BIAS_LIMIT)] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=limits.LOGIT_BIAS_LIMIT)] = {}
     allowed_token_ids: (
-        Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=ALLOWED_IDS_LIMIT)] | None
+        Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=limits.ALLOWED_IDS_LIMIT)] | None
     ) = None
     """Only these ids are sampled; without a stop id among them, the answer ends at its limit. Absent: all."""
-    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=BAD_WORDS_LIMIT)] = []
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=limits.BAD_WORDS_LIMIT)] = []
     """Words that the answer does not contain, neither behind a space nor within other text, in the tokens
     that the tokenizer makes of them: each one's last token is not sampled where the others precede it."""
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=limits.TOP_LOGPROBS_LIMIT)] | None = None
     """Return the log-probabilities of each sampled token and of this many most likely tokens; absent:
     none."""
-    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=TOP_LOGPROBS_LIMIT)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=limits.TOP_LOGPROBS_LIMIT)] | None = None
     """Return, with each choice, the log-probabilities of each token of the prompt and of this many most
     likely tokens; absent: none. The whole prompt is computed for it. They come on the request's own call."""
     prompt_ranks: bool = False
@@ -104,8 +91,8 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Keep only this many tokens of the prompt, its last ones, and count no others. -1: as many as leave room
     in the context for `max_tokens`, and for one. Absent: all, and a prompt over the context is refused."""
 
-    stop: Annotated[list[StopString], msgspec.Meta(max_length=STOPS_LIMIT)] = []
-    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=STOP_IDS_LIMIT)] = []
+    stop: Annotated[list[StopString], msgspec.Meta(max_length=limits.STOPS_LIMIT)] = []
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=limits.STOP_IDS_LIMIT)] = []
     ignore_eos: bool = False
     """Continue past the model's own stop ids (`stop_token_ids` still stop)."""
     include_stop: bool = False
@@ -117,7 +104,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """Each answer's text begins with the prompt's text, in its first delta. For raw prompts only."""
     return_token_ids: bool = False
     """Return the prompt's ids in `accepted`, and the new ids in every delta."""
-    priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_LIMIT, le=PRIORITY_LIMIT)] = 0
+    priority: Annotated[int, msgspec.Meta(ge=-limits.PRIORITY_LIMIT, le=limits.PRIORITY_LIMIT)] = 0
     """Order in the engine's waiting list: lower values first, equal ones in order of arrival."""
 
     def seed_of(self, choice: int) -> int | None:

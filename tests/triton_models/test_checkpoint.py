@@ -255,10 +255,10 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfl
 def test_tensors_come_back_as_they_were(tmp_path: Path, name: str, write: Callable[..., None]) -> None:
     write(TENSORS, tmp_path / name)
     assert find_shards(tmp_path) == {tmp_path / name: None}
-    with open_shard(tmp_path / name) as shard:
-        assert shard.names == {"a", "b"}
+    with open_shard(tmp_path / name) as (names, read):
+        assert names == {"a", "b"}
         for key, tensor in TENSORS.items():
-            assert torch.equal(shard.read(key), tensor)
+            assert torch.equal(read(key), tensor)
 
 
 @pytest.mark.parametrize(

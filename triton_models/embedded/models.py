@@ -111,27 +111,17 @@ def write_models(repository: Path, arguments: tuple[str, ...], *, device: str, o
     """
     from triton_models.entries import ModelEntry, write_entry  # noqa: PLC0415 - see the module's docstring
 
-    chosen = {name: value for name, value in options.items() if value is not None}
-    models = [_checked(argument, options) for argument in arguments]
+    any_type = options.get("engine") == "transformers"
     written: list[str] = []
-    for name, path in models or [(BUILT_IN_NAME, BUILT_IN_CHECKPOINT)]:
+    for argument in arguments or [str(BUILT_IN_CHECKPOINT)]:
+        name, path = read_model_argument(argument)
         if name in written:
             raise SetupError(f"two models are named {name!r}: write --model NAME=DIR to rename one")
         try:
-            entry = ModelEntry(name=name, checkpoint=str(path), device=device, options=chosen)
-        except ValueError as error:
-            raise SetupError(f"--model {path}: {error}") from error
+            check_checkpoint(path, options.get("format"), any_type=any_type)
+            entry = ModelEntry(name=name, checkpoint=str(path), device=device, options=options)
+        except (CheckpointError, ValueError) as error:
+            raise SetupError(f"--model {argument}: {error}") from error
         write_entry(repository, model=entry)
         written.append(name)
     return written
-
-
-def _checked(argument: str, options: Options) -> tuple[str, Path]:
-    """Return a model's name and its checkpoint's folder."""
-    name, path = read_model_argument(argument)
-    any_type = options.get("engine") == "transformers"
-    try:
-        check_checkpoint(path, options.get("format"), any_type=any_type)
-    except CheckpointError as error:
-        raise SetupError(f"--model {argument}: {error}") from error
-    return name, path

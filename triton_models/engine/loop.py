@@ -95,7 +95,8 @@ class EngineLoop:
             # The outermost frame of the thread: not even the recovery from a failed step worked.
             log.critical("the engine stops", exc_info=True)
         finally:
-            self._end(reason, error)
+            self._engine.shut_down(reason, error)
+            self._deliver()
 
     def _turn(self) -> bool:
         """Run one step and pass on its outputs; False if there was nothing to compute."""
@@ -127,7 +128,3 @@ class EngineLoop:
         except Exception:
             # The boundary to foreign code: its faults must not affect the engine's other requests.
             log.exception("a callback of the engine failed")
-
-    def _end(self, reason: FinishReason, error: str) -> None:
-        self._engine.shut_down(reason, error)
-        self._deliver()

@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from operator import methodcaller
 
 import torch
@@ -22,7 +23,7 @@ _FAILED: Fault = (FinishReason.ERROR, "the request's token mask failed")
 
 def fill_masks(
     sampling: list[Sequence], followed: Mapping[int, tuple[int, int]], vocabulary: int, *, pin: bool = False
-) -> tuple[Tensor | None, dict[str, Fault]]:
+) -> tuple[Tensor | None, dict[Sequence, Fault]]:
     """Let the mask of each sequence write its allowed tokens; masks of a kind that can, all at once.
 
     Masks of sequences that have ended are not called, and allow nothing: their tokens are dropped.
@@ -34,8 +35,8 @@ def fill_masks(
         pin: whether the words are to be in pinned memory.
 
     Returns:
-        The words of the M rows with masks, [M, ceil(vocabulary / 32)] int32, and the faults by request.
-        Without such rows, None.
+        The words of the M rows with masks, [M, ceil(vocabulary / 32)] int32, and the faults. Without such
+        rows, None.
     """
     masked = [row for row, each in enumerate(sampling) if each.masked]
     if not masked:
@@ -54,41 +55,29 @@ def fill_masks(
             ahead[sequence].append((followed[row][1], words[place]))
         else:
             entries.append((sequence, place))
-    faults: dict[str, Fault] = {}
-    for kind, alike in _kinds(entries).items():
-        if kind is None or len(alike) == 1 or not _fill_together(kind, alike, words, faults):
-            for sequence, place in alike:
-                if (fault := _call(sequence, methodcaller("fill", words[place]))) is not None:
-                    faults[sequence.request.request_id] = fault
+    faults = _fill(entries, words)
     for sequence, places in ahead.items():
-        _fill_ahead(sequence, *zip(*places, strict=True))
+        guesses, following = zip(*places, strict=True)
+        if _call(sequence, methodcaller("fill_ahead", guesses, following)) is not None:
+            for each in following:
+                each.zero_()
     return words, faults
 
 
-def _fill_ahead(sequence: Sequence, guesses: tuple[int, ...], rows: tuple[Tensor, ...]) -> None:
-    """Fill the rows after a sequence's guesses; a mask that fails allows nothing there."""
-    if _call(sequence, methodcaller("fill_ahead", guesses, rows)) is not None:
-        for row in rows:
-            row.zero_()
-
-
-def _fill_together(
-    kind: type[BatchedMask], entries: list[tuple[Sequence, int]], words: Tensor, faults: dict[str, Fault]
-) -> bool:
-    """Fill masks of one kind in one call, and note their faults; False if it is unknown whose they are."""
-    try:
-        with panics_are_errors(_MASK):
-            errors = kind.fill_all(_masks(entries), words, [place for _, place in entries])
-    except Exception:
-        # One by one, the culprit shows, and fails alone.
-        log.exception("%d token masks failed together", len(entries))
-        for _, place in entries:
-            words[place].zero_()
-        return False
-    for (sequence, _), error in zip(entries, errors, strict=True):
-        if error is not None:
-            faults[sequence.request.request_id] = FinishReason.MASK, str(error)
-    return True
+def _fill(entries: list[tuple[Sequence, int]], words: Tensor) -> dict[Sequence, Fault]:
+    """Fill the row of each sequence; return the faults."""
+    faults: dict[Sequence, Fault] = {}
+    for kind, alike in _kinds(entries):
+        if kind is not None:
+            rows = [row for _, row in alike]
+            if (together := _together(alike, partial(kind.fill_all, words=words, rows=rows))) is not None:
+                faults |= together
+                continue
+            words[rows] = 0  # one by one, the culprit shows, and fails alone
+        for sequence, row in alike:
+            if (fault := _call(sequence, methodcaller("fill", words[row]))) is not None:
+                faults[sequence] = fault
+    return faults
 
 
 def tell_masks(results: Iterable[Sampled]) -> dict[Sequence, Fault]:
@@ -108,9 +97,11 @@ def tell_masks(results: Iterable[Sampled]) -> dict[Sequence, Fault]:
         found[sequence] += 1
     faults: dict[Sequence, Fault] = {}
     for turn in turns:
-        for kind, alike in _kinds([each for each in turn if each[0] not in faults]).items():
-            if kind is not None and len(alike) > 1:
-                faults |= _tell_together(kind, alike)
+        for kind, alike in _kinds([each for each in turn if each[0] not in faults]):
+            if kind is not None:
+                sequences, tokens = zip(*alike, strict=True)
+                together = _together(alike, partial(kind.accept_all, token_ids=tokens))
+                faults |= dict.fromkeys(sequences, _FAILED) if together is None else together
                 continue
             for sequence, token_id in alike:
                 if (fault := _call(sequence, methodcaller("accept", token_id))) is not None:
@@ -118,38 +109,36 @@ def tell_masks(results: Iterable[Sampled]) -> dict[Sequence, Fault]:
     return faults
 
 
-def _tell_together(kind: type[BatchedMask], entries: list[tuple[Sequence, int]]) -> dict[Sequence, Fault]:
-    """Tell masks of one kind their tokens in one call; return the faults."""
+def _kinds(
+    entries: list[tuple[Sequence, int]],
+) -> list[tuple[type[BatchedMask] | None, list[tuple[Sequence, int]]]]:
+    """Return the entries by the kind of their masks; None: each of them is called alone."""
+    kinds: dict[type, list[tuple[Sequence, int]]] = defaultdict(list)
+    for entry in entries:
+        kinds[type(entry[0].request.sampling.mask)].append(entry)
+    # Looking for the methods of each mask would take as long as filling it.
+    return [
+        (kind if len(alike) > 1 and issubclass(kind, BatchedMask) else None, alike)
+        for kind, alike in kinds.items()
+    ]
+
+
+def _together(
+    entries: list[tuple[Sequence, int]],
+    call: Callable[[list[TokenMask | None]], Iterable[TokenMaskError | None]],
+) -> dict[Sequence, Fault] | None:
+    """Call masks of one kind all at once; return the faults, or None if it is unknown whose they are."""
     try:
         with panics_are_errors(_MASK):
-            errors = kind.accept_all(_masks(entries), [token_id for _, token_id in entries])
+            errors = call([sequence.request.sampling.mask for sequence, _ in entries])
     except Exception:
         log.exception("%d token masks failed together", len(entries))
-        return {sequence: _FAILED for sequence, _ in entries}
+        return None
     return {
         sequence: (FinishReason.MASK, str(error))
         for (sequence, _), error in zip(entries, errors, strict=True)
         if error is not None
     }
-
-
-def _kinds(
-    entries: list[tuple[Sequence, int]],
-) -> dict[type[BatchedMask] | None, list[tuple[Sequence, int]]]:
-    """Return the entries by the kind of their masks; None: of kinds of which each is called alone."""
-    kinds: dict[type[BatchedMask] | None, list[tuple[Sequence, int]]] = defaultdict(list)
-    # Looking for the methods of each mask would take as long as filling it.
-    batched: dict[type, type[BatchedMask] | None] = {}
-    for entry in entries:
-        mask = entry[0].request.sampling.mask
-        if type(mask) not in batched:
-            batched[type(mask)] = type(mask) if isinstance(mask, BatchedMask) else None
-        kinds[batched[type(mask)]].append(entry)
-    return kinds
-
-
-def _masks(entries: list[tuple[Sequence, int]]) -> list[TokenMask | None]:
-    return [sequence.request.sampling.mask for sequence, _ in entries]
 
 
 def _call(sequence: Sequence, call: Callable[[TokenMask], None]) -> Fault | None:

@@ -33,17 +33,8 @@ from triton_models.engine.sampling import GREEDY_BELOW
 _SOURCES = Path(__file__).parent / "cpu"
 _COMPILERS = "cc", "gcc", "clang"
 _FLAGS = (
-    *(
-        "-O3",
-        "-march=native",
-        "-fno-math-errno",
-        "-fwrapv",
-        "-fopenmp",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-Wno-psabi",
-    ),
+    *("-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fopenmp"),
+    *("-shared", "-fPIC", "-w", "-Wno-psabi"),
     # On some of these CPUs gcc would round products in some sums, and not in others that must be the same.
     *(("--param", "avoid-fma-max-bits=0") if platform.machine() in {"x86_64", "AMD64"} else ()),
 )
@@ -93,23 +84,8 @@ class _Rules(ctypes.Structure):
     )
 
 
-class _Kind(IntEnum):
-    """`enum kind` of the sources."""
-
-    FLOAT32 = 0
-    INT8 = 1
-    INT4 = 2
-    BFLOAT16 = 3
-    FLOAT16 = 4
-
-
-_KINDS = {
-    torch.float32: _Kind.FLOAT32,
-    torch.bfloat16: _Kind.BFLOAT16,
-    torch.float16: _Kind.FLOAT16,
-    torch.int8: _Kind.INT8,
-    torch.uint8: _Kind.INT4,
-}
+_KINDS = {torch.float32: 0, torch.int8: 1, torch.uint8: 2, torch.bfloat16: 3, torch.float16: 4}
+"""`enum kind` of the sources, by the dtype of a matrix's numbers: uint8 holds two of 4 bits."""
 
 
 class _Activation(IntEnum):
@@ -172,12 +148,7 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
         library = Path(folder) / "cpu.so"
         command = [*compiler, *_FLAGS, "-o", str(library), *map(str, sorted(_SOURCES.glob("*.c"))), "-lm"]
         subprocess.run(  # noqa: S603 - our own sources
-            command,
-            check=True,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_COMPILES_WITHIN_S,
+            command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILES_WITHIN_S
         )
         with contextlib.suppress(OSError):
             _keep(library, kept)
@@ -258,7 +229,7 @@ class CompiledLinear(Linear):
             scales, zeros = self._padded(scale.T).T, self._padded((zero - 8 * scale).T).T
         columns = numbers.shape[1]
         halves = self._padded(numbers).view(2, self._panels, self._lanes, columns)
-        if kind is _Kind.INT4:
+        if isinstance(plain, Int4Linear):
             weight = (halves[0] | (halves[1] << 4)).transpose(1, 2).contiguous()
         else:
             weight = halves.permute(1, 3, 0, 2).contiguous()

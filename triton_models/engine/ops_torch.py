@@ -13,16 +13,7 @@ from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, 
 
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.linear import Linear
-from triton_models.engine.models import (
-    Alibi,
-    CausalModel,
-    ChunkRows,
-    Next,
-    Norm,
-    Rotary,
-    StepLayout,
-    Tile,
-)
+from triton_models.engine.models import Alibi, CausalModel, ChunkRows, Next, Norm, Rotary, StepLayout, Tile
 
 _BIASES = 2**24
 """Most biases of a prompt's scores that exist at once: 64 MiB in float32."""

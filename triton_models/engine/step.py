@@ -67,8 +67,7 @@ class Step:
 
     # Once it is sampled:
     outputs: SamplerOutputs | None = None
-    mask_faults: dict[str, Fault] = field(default_factory=dict)
-    """By request."""
+    mask_faults: dict[Sequence, Fault] = field(default_factory=dict)
     done: torch.cuda.Event | None = None
     """None: the device has finished."""
 
@@ -152,7 +151,7 @@ def sampled_tokens(step: Step, outputs: SamplerOutputs) -> list[Sampled]:
         right = row not in followed or (right and bool(allowed[row]) and tokens[row - 1] == followed[row][1])
         if not right:
             continue
-        if faults and (fault := faults.get(sequence.request.request_id)) is not None:
+        if faults and (fault := faults.get(sequence)) is not None:
             results.append(Sampled(sequence, fault=fault, invalid=not finite[row]))
         elif not finite[row]:
             results.append(Sampled.not_finite(sequence))

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_models.engine.engine import Engine
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import Request
-from triton_models.errors import WarmUpError
+from triton_models.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def warm_up(engine: Engine) -> None:
     logits; every way to sample; and prompts in the same step as decodes.
 
     Raises:
-        WarmUpError: a request failed, so later ones would fail too.
+        ModelError: a request failed, so later ones would fail too.
     """
     began = time.monotonic()
     new_tokens = min(_NEW_TOKENS, engine.max_context - 1)
@@ -89,7 +89,7 @@ def warm_up(engine: Engine) -> None:
             engine.step()
             for output in engine.take_outputs():
                 if output.error is not None:
-                    raise WarmUpError(f"the warm-up failed: {output.error}")
+                    raise ModelError(f"the warm-up failed: {output.error}")
     _time_rows(engine)
     log.info("warmed up in %.1f s", time.monotonic() - began)
 

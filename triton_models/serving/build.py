@@ -107,8 +107,7 @@ def _read_own(parameters: EntryParameters, device: torch.device) -> tuple[Causal
             as_stored=backend.reads_16_bits,
         )
     weights = f"weights in {quantization or model.embedding.dtype}"
-    _say_weight(parameters.model, weights, model.nbytes, device)
-    _leave_a_core(model.nbytes, device)
+    _note_weights(parameters.model, weights, model.nbytes, device)
     return model, backend
 
 
@@ -122,19 +121,15 @@ def _read_transformers(parameters: EntryParameters, device: torch.device) -> tup
 
     dtype = _dtype(parameters, device, None)
     model = load_transformers(parameters.checkpoint, dtype, device, max_context=options.get("max_context"))
-    _say_weight(parameters.model, f"transformers' weights in {dtype}", model.nbytes, device)
-    _leave_a_core(model.nbytes, device)
+    _note_weights(parameters.model, f"transformers' weights in {dtype}", model.nbytes, device)
     backend = choose_backend(device, dtype)
     # Whether its modules do the same work whatever the tokens, as graphs need, is known of none.
     return model, replace(backend, graphs=False, reason=f"transformers' forward pass, and {backend.reason}")
 
 
-def _say_weight(name: str, weights: str, size: int, device: torch.device) -> None:
+def _note_weights(name: str, weights: str, size: int, device: torch.device) -> None:
+    """Log what they take; if that is little of a CPU, leave a core to Triton and the gateway."""
     log.info("%s: %s take %.2f GiB of %s", name, weights, size / GIB, device)
-
-
-def _leave_a_core(size: int, device: torch.device) -> None:
-    """Leave one to Triton and the gateway, if weights of `size` bytes on a CPU are few."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and size < _SMALL_BYTES:
         # A step takes hardly longer than what they do for it meanwhile. A thread of torch's on their core
         # would have all its others wait for it, many times in a step.

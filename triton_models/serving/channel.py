@@ -50,14 +50,13 @@ class DeltaChannel(Call):
         self.lost = False
         self._on_gone = on_gone
         self._streams: dict[int, str] = {}
-        self._sent = 0
-        """Number of frames sent, which is the next frame's number."""
-        self._begin_frame()
+        self._next = Frame(frame=0)
+        """The frame that is sent next, as far as it is filled."""
 
     @property
     def last_frame(self) -> int:
         """The number of the newest frame sent."""
-        return self._sent - 1
+        return self._next.frame - 1
 
     def attach(self, streams: range, key: str) -> None:
         """Reserve the numbers `streams` for the choices of the open request `key`; on the preparing thread.
@@ -87,36 +86,24 @@ class DeltaChannel(Call):
 
     def add(self, stream: int, text: str, tokens: int, meta: bytes | None, ids: Sequence[int] = ()) -> None:
         """Put a delta into the next frame, which holds at most one delta of each stream."""
-        if ids:
-            self._ids[len(self._numbers)] = ids
+        frame = self._next
         if meta is not None:
-            self._metas[len(self._numbers)] = msgspec.Raw(meta)
-        self._numbers.append(stream)
-        self._tokens.append(tokens)
-        self._texts.append(text)
+            frame.metas[len(frame.streams)] = msgspec.Raw(meta)
+        frame.streams.append(stream)
+        frame.tokens.append(tokens)
+        frame.texts.append(text)
+        frame.ids.append(list(ids))
 
     def flush(self) -> None:
-        """Send everything added as one frame, also if that is nothing; if the channel is lost, drop it."""
-        frame = Frame(
-            frame=self._sent,
-            streams=self._numbers,
-            tokens=self._tokens,
-            texts=self._texts,
-            ids=[list(self._ids.get(place, ())) for place in range(len(self._texts))] if self._ids else [],
-            metas=self._metas,
-        )
-        self._begin_frame()
-        if not self.lost:
-            self.last_sent = time.monotonic()
-            self.responder.send_frame(frame)
-            self._sent += 1
-
-    def _begin_frame(self) -> None:
-        self._numbers: list[int] = []
-        self._tokens: list[int] = []
-        self._texts: list[str] = []
-        self._ids: dict[int, Sequence[int]] = {}
-        self._metas: dict[int, msgspec.Raw] = {}
+        """Send everything added as one frame, also if that is nothing, unless the channel is lost."""
+        if self.lost:
+            return
+        frame = self._next
+        if not any(frame.ids):
+            frame.ids.clear()
+        self.last_sent = time.monotonic()
+        self.responder.send_frame(frame)
+        self._next = Frame(frame=frame.frame + 1)
 
 
 _Posted = Sequence[TokenOutput] | Callable[[], None]
@@ -155,10 +142,6 @@ class Delivery:
         self._on_lost = on_lost
         self._silence_s = max(heartbeat_s / 2, heartbeat_s - 2 * _KEEP_ALIVE_S)
         self._kept_alive_at = 0.0
-
-    def start(self) -> None:
-        """Start the thread."""
-        self.worker.start()
 
     def stop(self) -> None:
         """Send what is queued, close every channel, and join the thread."""
@@ -200,7 +183,7 @@ class Delivery:
             if callable(each):
                 self._send(gained)
                 gained = {}
-                self._do(each)
+                each()
             else:
                 for output in each:
                     self._take(output, gained)
@@ -269,12 +252,6 @@ class Delivery:
         choice.deltas += 1
         request.last_sent = now
         return channel
-
-    def _do(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            log.exception("a channel could not be opened or closed")  # confined to that channel
 
     def _flush(self, channel: DeltaChannel) -> None:
         self.worker.renew()

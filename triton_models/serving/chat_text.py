@@ -59,9 +59,7 @@ class ChatText:
                 "ignore_eos and min_tokens contradict it: the answer ends where it ends"
             )
         return self.grammars.compile(
-            generation.grammar,
-            continues=generation.raw,
-            metadata=generation.answer_metadata,
+            generation.grammar, continues=generation.raw, metadata=generation.answer_metadata
         )
 
     def prompt_ids(self, generation: Generation, prompt: str, history: list[Turn]) -> list[int]:

@@ -15,12 +15,7 @@ from torch import Tensor
 from triton_models.engine.beams import BeamParams, BeamRequest
 from triton_models.engine.sampling import SamplingParams, TokenMask
 from triton_models.engine.sequence import Request
-from triton_models.errors import (
-    InvalidRequestError,
-    PromptTooLongError,
-    TokenMaskError,
-    panics_are_errors,
-)
+from triton_models.errors import InvalidRequestError, PromptTooLongError, TokenMaskError, panics_are_errors
 from triton_models.text.grammars import CompiledGrammar
 from triton_models.text.tokenizers import Tokenizer, bad_word_ids
 from wire.request import Generation

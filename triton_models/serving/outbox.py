@@ -92,13 +92,6 @@ def refusal(error: Exception) -> Refusal:
     return RefusalCode.INTERNAL, "the request failed"
 
 
-def error_response(pb_utils: Any, code: RefusalCode, message: str) -> Any:
-    """Return Triton's response that is an error, with the status that fits `code`."""
-    kind = pb_utils.TritonError
-    error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
-    return pb_utils.InferenceResponse(error=error)
-
-
 class Responder:
     """Sends one request's responses. Used by one thread at a time, and not after a final response.
 
@@ -131,8 +124,10 @@ class Responder:
 
     def refuse(self, code: RefusalCode, message: str) -> None:
         """Send an error with the status that fits `code`, as the final response. Never raises."""
+        kind = self._pb_utils.TritonError
         try:
-            self._respond(error_response(self._pb_utils, code, message), final=True)
+            error = kind(refusal_text(code, message), getattr(kind, _STATUSES.get(code, "UNAVAILABLE")))
+            self._respond(self._pb_utils.InferenceResponse(error=error), final=True)
         except Exception:
             # The boundary to Triton: the caller serves other requests too, and must continue with them.
             log.exception("a refusal could not be sent")
@@ -222,10 +217,6 @@ class Sender:
         self._due = 0.0
         """How many questions are due."""
         self._counted_at = time.monotonic()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self.worker.start()
 
     def stop(self) -> None:
         """Do what was posted, refuse every call that is still watched, and join the thread."""

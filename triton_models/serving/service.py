@@ -131,10 +131,8 @@ class Service:
     def start(self) -> None:
         """Start every thread."""
         self._loop.start()
-        self._delivery.start()
-        self._sender.start()
-        self._tokenizing.start()
-        self._intake.start()
+        for worker in self._workers:
+            worker.start()
         self._metrics.start(self)
 
     def close(self) -> None:

@@ -19,22 +19,9 @@ from triton_models.text.grammar_text import (
     text_rule,
 )
 from triton_models.text.literal_grammar import BOUNDS, COMMON_RULES, LiteralGrammar
-from triton_models.text.schemas import (
-    check_schema,
-    check_size,
-    reachable,
-    rewrite,
-    simplify,
-)
+from triton_models.text.schemas import check_schema, check_size, reachable, rewrite, simplify
 from wire.calls import FENCE, OPENING
-from wire.grammar import (
-    TEXT_PART,
-    CallableTool,
-    Grammar,
-    Part,
-    ToolCalls,
-    decode_tool_calls,
-)
+from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
 
 _CLOSING: Final = f")\n{FENCE}"
 

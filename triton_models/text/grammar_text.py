@@ -20,14 +20,7 @@ import llguidance
 import msgspec
 
 from triton_models.errors import InvalidGrammarError
-from triton_models.text.schemas import (
-    check_schema,
-    check_size,
-    keywords_alone,
-    reachable,
-    rewrite,
-    simplify,
-)
+from triton_models.text.schemas import check_schema, check_size, keywords_alone, reachable, rewrite, simplify
 from wire.grammar import Grammar, Reasoning, decode_choices
 
 log = logging.getLogger(__name__)

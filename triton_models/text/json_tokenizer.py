@@ -17,7 +17,6 @@ import tokenizers
 from triton_models.directory import TOKENIZER_JSON, read_optional_json, tokenizer_config
 from triton_models.errors import CheckpointError, TextError, panics_are_errors
 from triton_models.text.tokenizers import Tokenizer, parts
-from wire.text import utf8_decoder
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -82,18 +81,6 @@ class JsonTokenizer(Tokenizer):
                 return [token_id for part in encoded for token_id in part.ids]
         except (TypeError, UnicodeError):
             raise TextError("the text holds a lone surrogate, which is not valid Unicode") from None
-
-    def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
-        utf8, text, at_start = utf8_decoder(), [], True
-        for token_id in ids:
-            piece = self.piece(token_id)
-            if isinstance(piece, bytes):
-                text.append(utf8.decode(piece))
-            else:
-                text.append(utf8.decode(b"", final=True))
-                text.append(piece.removeprefix(" ") if at_start else piece)
-            at_start = at_start and not piece
-        return "".join(text) + utf8.decode(b"", final=True)
 
 
 def _reader(

@@ -10,7 +10,6 @@ import binascii
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -102,7 +101,6 @@ class Tokenizer(ABC):
             LibraryPanicError: a library in Rust panicked.
         """
 
-    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, decoded all at once.
 
@@ -110,6 +108,16 @@ class Tokenizer(ABC):
         text, and separate their neighbours: bytes before and after such an id never form a character
         together. Each byte that is not valid UTF-8 becomes U+FFFD.
         """
+        utf8, text, at_start = utf8_decoder(), [], True
+        for token_id in ids:
+            piece = self.piece(token_id)
+            if isinstance(piece, bytes):
+                text.append(utf8.decode(piece))
+            else:
+                text.append(utf8.decode(b"", final=True))
+                text.append(piece.removeprefix(" ") if at_start else piece)
+            at_start = at_start and not piece
+        return "".join(text) + utf8.decode(b"", final=True)
 
     def piece(self, token_id: int) -> str | bytes:
         """Return what a token adds to the text; empty if it adds nothing.
@@ -166,11 +174,6 @@ class SentencePieceTokenizer(Tokenizer):
             ids += found[at : at + SLICE].tolist()
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
-        written = [self._written[token_id] if self.piece(token_id) else "" for token_id in ids]
-        text: str = self._processor.decode(written)
-        return text
-
     def _content(self, token_id: int) -> str | bytes:
         if self._processor.is_byte(token_id):
             return bytes([int(self._written[token_id][1:-1], 16)])  # named <0x0A>
@@ -193,8 +196,7 @@ class BytePairTokenizer(Tokenizer):
             CheckpointError: the file is missing or broken.
         """
         ranks = _ranks(directory / TOKENIZER_FILE)
-        self._tokens = list(ranks)
-        super().__init__(self._tokens, SPECIAL_TOKENS["glm4"], eos_id=len(ranks))
+        super().__init__(list(ranks), SPECIAL_TOKENS["glm4"], eos_id=len(ranks))
         self._encoding = tiktoken.Encoding(
             directory.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
         )
@@ -209,16 +211,6 @@ class BytePairTokenizer(Tokenizer):
         _utf8(text)
         with panics_are_errors("tiktoken"):
             return [token_id for part in parts(text) for token_id in self._encoding.encode_ordinary(part)]
-
-    def decode(self, ids: Iterable[int]) -> str:  # noqa: D102 - inherited
-        utf8 = utf8_decoder()
-        is_text = range(len(self._tokens)).__contains__
-        ids, text = iter(ids), []
-        while some := list(islice(ids, SLICE)):
-            for texts, run in groupby(some, key=is_text):
-                utf8_run = b"".join(map(self._tokens.__getitem__, run)) if texts else b""
-                text.append(utf8.decode(utf8_run, final=not texts))
-        return "".join(text) + utf8.decode(b"", final=True)
 
 
 def load_tokenizer(directory: Path, chat_format: str) -> Tokenizer:

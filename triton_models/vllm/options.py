@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from triton_models.directory import read_json
 from triton_models.errors import EntryError
 
 ENGINE_FILE: Final = "model.json"
@@ -45,7 +46,8 @@ def read_options(args: Mapping[str, str]) -> Options:
     """Read what Triton passed to `initialize`, and the files beside it.
 
     Raises:
-        EntryError: a file is missing or no JSON object, or values contradict each other.
+        CheckpointError: a file is missing or no JSON object.
+        EntryError: values contradict each other.
     """
     config = json.loads(args["model_config"])
     given = {name: each["string_value"].strip() for name, each in (config.get("parameters") or {}).items()}
@@ -54,12 +56,12 @@ def read_options(args: Mapping[str, str]) -> Options:
     engine = {
         # The official backend's own examples write "true"; for vLLM, any text would be true.
         name: _TRUTHS.get(value.lower(), value) if isinstance(value, str) else value
-        for name, value in _read(folder / ENGINE_FILE).items()
+        for name, value in read_json(folder / ENGINE_FILE).items()
     }
     # The official samples had it until vLLM left it out, with 0.10.1, and turned its meaning around.
     if engine.pop("disable_log_requests", True) is False:
         engine["enable_log_requests"] = True
-    adapters = _read(folder / ADAPTERS_FILE) if engine.get("enable_lora") else {}
+    adapters = read_json(folder / ADAPTERS_FILE) if engine.get("enable_lora") else {}
     return Options(
         model=args["model_name"],
         version=args["model_version"],
@@ -87,15 +89,3 @@ def _devices(args: Mapping[str, str], wanted: str, engine: Mapping[str, Any]) ->
     if wanted:
         raise EntryError("GPU_DEVICE_IDS is for instances of KIND_MODEL; KIND_GPU has `gpus`")
     return args["model_instance_device_id"]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EntryError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise EntryError(f"{path}: not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise EntryError(f"{path}: not a JSON object")
-    return document

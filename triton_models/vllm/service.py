@@ -10,25 +10,21 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from triton_models.errors import EngineStoppedError, InvalidRequestError
 from triton_models.serving import outbox
 from triton_models.serving.outbox import CANCELLED, UNLOADED, Refusal, Sender
-from triton_models.vllm.tensors import (
-    EmbeddingRequest,
-    Progress,
-    TextRequest,
-    Values,
-    embedding_outputs,
-    read_request,
-)
+from triton_models.vllm.tensors import EmbeddingRequest, Progress, Values, embedding_outputs, read_request
 from wire.refusal import RefusalCode
+
+if TYPE_CHECKING:
+    from triton_models.vllm.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -40,27 +36,6 @@ _DTYPES: Final = {
 """Of the outputs that are not strings."""
 
 Outputs = dict[str, list[Any]]
-
-
-class Engine(Protocol):
-    """What is needed of `engine.Engine`, whose methods say more."""
-
-    @property
-    def dead(self) -> bool:
-        """Whether it answers nothing any more."""
-        ...
-
-    def generate(self, request: TextRequest) -> AsyncGenerator[tuple[Any, int], None]:
-        """Yield outputs and the number of choices."""
-        ...
-
-    async def embed(self, request: EmbeddingRequest) -> tuple[list[float], int]:
-        """Return an embedding and the number of the prompt's tokens."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
 
 
 class Call(outbox.Call):
@@ -96,7 +71,7 @@ class Service:
         died: called once, when a request found the engine dead.
     """
 
-    def __init__(self, start: Callable[[], Engine], died: Callable[[], object]) -> None:
+    def __init__(self, start: "Callable[[], Engine]", died: Callable[[], object]) -> None:
         self._died = died
         self._told_death = False
         self._open: set[asyncio.Task[None]] = set()
@@ -107,7 +82,7 @@ class Service:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._sender = Sender(heartbeat_s=math.inf)
         self._thread.start()
-        self._sender.start()
+        self._sender.worker.start()
         try:
             self._engine = self.run(_called(start))
         except BaseException:

@@ -18,7 +18,7 @@ from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.sequence import FinishReason
 from triton_models.engine.settings import EngineSettings
 from triton_models.engine.warm_up import warm_up
-from triton_models.errors import WarmUpError
+from triton_models.errors import ModelError
 
 SMALL = EngineSettings(max_running=4, max_waiting=8, max_batched_tokens=8, block_size=4, kv_blocks=32)
 
@@ -79,7 +79,7 @@ class Broken(FakeModel):
 
 
 def test_a_failure_is_told() -> None:
-    with pytest.raises(WarmUpError, match="not finite"):
+    with pytest.raises(ModelError, match="not finite"):
         warm_up(Engine(Broken(), SMALL))
 
 

@@ -40,7 +40,8 @@ class Preparing(Intake):
     def __init__(self, compile_grammar: Any, prepare: Any) -> None:
         super().__init__(self._open, prepare, compile_grammar)
         self.errors: list[Exception] = []
-        self.start()
+        for worker in self.workers:
+            worker.start()
 
     def prepare(self, *requests: OpenRequest) -> None:
         self.submit(requests)

@@ -96,7 +96,7 @@ def start() -> Iterator[Callable[..., Sender]]:
 
     def new(*, heartbeat_s: float = 2.0, **options: Any) -> Sender:
         senders.append(Sender(heartbeat_s=heartbeat_s, **options))
-        senders[-1].start()
+        senders[-1].worker.start()
         return senders[-1]
 
     yield new
@@ -258,7 +258,7 @@ def test_a_sender_that_has_ended_looks_old(
 
 def test_what_is_still_open_at_the_end_is_refused() -> None:
     sender, call = Sender(heartbeat_s=2.0), Watched()
-    sender.start()
+    sender.worker.start()
     sender.watch(call)
     sender.stop()
     assert call.fake.refusal == (RefusalCode.SHUTTING_DOWN, "the model is being unloaded")

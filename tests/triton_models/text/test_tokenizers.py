@@ -227,17 +227,6 @@ def test_a_character_waits_until_it_is_whole(glm4: Tokenizer) -> None:
     assert glm4.decode([wide[0], RANKS, *wide[1:]]) == "\ufffd" * 3
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"])), cut=st.integers(0, 8))
-def test_ids_are_decoded_in_slices(glm4: Tokenizer, text: str, cut: int) -> None:
-    """One call for a million would hold the interpreter lock for 40 ms."""
-    ids = glm4.encode(text)
-    ids = [*ids[:cut], RANKS, *ids[cut + 1 :]]
-    expected = glm4.decode(ids)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "SLICE", 2)
-        assert glm4.decode(ids) == expected
-
-
 @pytest.mark.parametrize("blank", [" ", "\u3000", "\n", " \n"])
 def test_endless_white_space_is_merged_in_parts(glm4: Tokenizer, blank: str) -> None:
     """The matching of words looks ahead over all of it, and gives up where it is a million characters."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from triton_models.errors import EntryError
+from triton_models.errors import CheckpointError, EntryError
 from triton_models.vllm.options import Options, read_options
 
 
@@ -77,7 +77,7 @@ def test_an_older_sample_of_the_official_backend_works_as_it_is(tmp_path: Path) 
 
 
 def test_adapters_are_read_where_they_are_enabled(tmp_path: Path) -> None:
-    with pytest.raises(EntryError, match=r"multi_lora\.json"):
+    with pytest.raises(CheckpointError, match=r"multi_lora\.json"):
         read(tmp_path, {"enable_lora": "true"})
     assert read(tmp_path, {"enable_lora": True}, adapters={"a": "/a"}).adapters == {"a": "/a"}
     assert read(tmp_path, {"enable_lora": "false"}).adapters == {}
@@ -105,7 +105,7 @@ def test_metrics_need_vllms_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", ["{", "[]"])
 def test_a_file_that_is_no_object_is_named(tmp_path: Path, document: str) -> None:
-    with pytest.raises(EntryError, match=r"model\.json: not"):
+    with pytest.raises(CheckpointError, match=r"model\.json: not"):
         read(tmp_path, document)
 
 
@@ -113,5 +113,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     read(tmp_path, {})
     (tmp_path / "1" / "model.json").unlink()
     arguments = {"model_config": "{}", "model_repository": str(tmp_path), "model_version": "1"}
-    with pytest.raises(EntryError, match=r"model\.json: No such file"):
+    with pytest.raises(CheckpointError, match=r"model\.json: No such file"):
         read_options(arguments)

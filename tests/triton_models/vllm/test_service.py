@@ -20,7 +20,7 @@ class Served:
         self.deaths = 0
         self.service = Service(self._start, self._died)
 
-    def _start(self) -> FakeEngine:
+    def _start(self) -> Any:
         self.engine = FakeEngine()
         return self.engine
 

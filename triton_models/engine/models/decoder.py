@@ -206,7 +206,11 @@ class Decoder:
             last = layer is self.layers[-1]
             # Of the last layer, often only some rows go on: `logits` does the same with all of them.
             then = None if last else Next(layer.up, layer.feed_forward_norm)
-            hidden = self._add_attention(layer, hidden, attended, operations, then=then)
+            if layer.attention_norm is None:
+                hidden = operations.add_linear(hidden, attended, layer.attention_out, then=then)
+            else:
+                part = operations.linear(attended, layer.attention_out)
+                hidden = hidden + operations.norm(part, layer.attention_norm)
             if not last:
                 following = self.layers[index + 1]
                 then = Next(following.qkv, following.input_norm)
@@ -239,18 +243,3 @@ class Decoder:
         for part, norm in ((heads[:, :queries], query_norm), (heads[:, queries : queries + kv], key_norm)):
             rows = part.reshape(-1, self.config.head_dim)
             part.copy_(operations.norm(rows, norm).view(part.shape))
-
-    def _add_attention(
-        self,
-        layer: DecoderLayer,
-        hidden: Tensor,
-        attended: Tensor,
-        operations: Operations,
-        *,
-        then: Next | None,
-    ) -> Tensor:
-        """Return `hidden` plus what the attention gives, normed if there is a norm for it."""
-        if layer.attention_norm is None:
-            return operations.add_linear(hidden, attended, layer.attention_out, then=then)
-        part = operations.linear(attended, layer.attention_out)
-        return hidden + operations.norm(part, layer.attention_norm)

@@ -45,11 +45,7 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def render_turns(
-        self,
-        turns: Sequence[Turn],
-        *,
-        add_generation_prompt: bool = True,
-        answer_metadata: str | None = None,
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = True, answer_metadata: str | None = None
     ) -> list[int]:
         """Return the input ids of `turns`.
 

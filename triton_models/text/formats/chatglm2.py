@@ -29,11 +29,7 @@ class ChatGLM2Format(ChatFormat):
         super().__init__(tokenizer, ("[gMASK]", "sop"), stop_ids=frozenset({tokenizer.eos_id}))
 
     def render_turns(  # noqa: D102 - inherited
-        self,
-        turns: Sequence[Turn],
-        *,
-        add_generation_prompt: bool = True,
-        answer_metadata: str | None = None,
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = True, answer_metadata: str | None = None
     ) -> list[int]:
         if answer_metadata is not None:
             raise TextError("a ChatGLM2 answer has no metadata")

@@ -48,11 +48,7 @@ class TaggedTurnsFormat(ChatFormat):
         )
 
     def render_turns(  # noqa: D102 - inherited
-        self,
-        turns: Sequence[Turn],
-        *,
-        add_generation_prompt: bool = True,
-        answer_metadata: str | None = None,
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = True, answer_metadata: str | None = None
     ) -> list[int]:
         ids = list(self._prefix)
         for at, turn in enumerate(turns):

@@ -1,12 +1,9 @@
 """Models whose conversations a chat template writes: the gateway renders it, and sends token ids."""
 
-from collections.abc import Sequence
-
 from triton_models.errors import TextError
 from triton_models.text.formats.base import ChatFormat
 from triton_models.text.json_tokenizer import JsonTokenizer
 from triton_models.text.tokenizers import Tokenizer
-from wire.history import Turn
 
 
 class TemplateFormat(ChatFormat):
@@ -24,13 +21,7 @@ class TemplateFormat(ChatFormat):
         super().__init__(tokenizer, (), stop_ids=frozenset(tokenizer.end_ids))
         self._prefix = tokenizer.begin_ids
 
-    def render_turns(  # noqa: D102 - inherited
-        self,
-        turns: Sequence[Turn],  # noqa: ARG002 - inherited
-        *,
-        add_generation_prompt: bool = True,  # noqa: ARG002 - inherited
-        answer_metadata: str | None = None,  # noqa: ARG002 - inherited
-    ) -> list[int]:
+    def render_turns(self, *_: object, **__: object) -> list[int]:  # noqa: D102 - inherited
         raise TextError(
             "this model's conversations are written by its chat template: send them to the gateway"
         )
