@@ -95,15 +95,15 @@ class DeltaChannel(Call):
         frame.ids.append(list(ids))
 
     def flush(self) -> None:
-        """Send everything added as one frame, also if that is nothing, unless the channel is lost."""
+        """Send everything added as one frame, also if that is nothing; if the channel is lost, drop it."""
+        frame = self._next
+        self._next = Frame(frame=frame.frame if self.lost else frame.frame + 1)
         if self.lost:
             return
-        frame = self._next
         if not any(frame.ids):
             frame.ids.clear()
         self.last_sent = time.monotonic()
         self.responder.send_frame(frame)
-        self._next = Frame(frame=frame.frame + 1)
 
 
 _Posted = Sequence[TokenOutput] | Callable[[], None]
@@ -183,7 +183,7 @@ class Delivery:
             if callable(each):
                 self._send(gained)
                 gained = {}
-                each()
+                self._do(each)
             else:
                 for output in each:
                     self._take(output, gained)
@@ -252,6 +252,12 @@ class Delivery:
         choice.deltas += 1
         request.last_sent = now
         return channel
+
+    def _do(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("a channel could not be opened or closed")  # confined to that channel
 
     def _flush(self, channel: DeltaChannel) -> None:
         self.worker.renew()

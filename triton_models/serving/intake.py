@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from triton_models.errors import QueueFullError
+from triton_models.errors import EngineStoppedError, QueueFullError
 from triton_models.serving.outbox import Responder
 from triton_models.serving.request import OpenRequest
 from triton_models.serving.worker import Worker
@@ -125,12 +125,15 @@ class Intake:
 
         Raises:
             QueueFullError: too many grammars wait to be compiled.
+            EngineStoppedError: the intake is closing.
         """
         grammar = request.generation.grammar
         if grammar is None:
             self._preparing.put(request)
             return
         with self._lock:
+            if self._closing.is_set():
+                raise EngineStoppedError("the model is being unloaded")
             if grammar not in self._waiting and len(self._waiting) >= GRAMMARS_WAITING:
                 raise QueueFullError(f"{len(self._waiting)} grammars wait to be compiled already")
             request.compiling = self._compilers.submit(self._compile, request)
