@@ -32,12 +32,7 @@ _SEPARATOR = "\n"
 
 
 class ChoiceReader:
-    """Reads one raw choice of an answer. Not thread-safe.
-
-    Args:
-        generation: what is answered.
-        chat_format: the name of the model's chat format.
-    """
+    """Reads one raw choice of an answer to `generation`. Not thread-safe."""
 
     def __init__(self, generation: Generation, chat_format: str | None) -> None:
         self._text: AnswerText | RawText = AnswerText()
@@ -173,11 +168,7 @@ def _placeholder_begun(text: str) -> int:
 
 
 class RawText:
-    """The text of an answer that is shown exactly as the model wrote it.
-
-    Args:
-        segments: whether it may have any.
-    """
+    """The text of an answer that is shown exactly as the model wrote it, and which may have `segments`."""
 
     def __init__(self, *, segments: bool = False) -> None:
         self._segments = segments

@@ -93,11 +93,7 @@ _INSIDE_STRING = re.compile(r'["\\]')
 
 
 class JsonEnd:
-    """Finds where a JSON object or list ends that comes piece by piece.
-
-    Args:
-        depth: how many brackets were opened before.
-    """
+    """Finds where a JSON object or list ends that comes piece by piece, `depth` brackets deep already."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth

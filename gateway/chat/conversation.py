@@ -64,13 +64,9 @@ def answer_metadata(offer: ToolOffer) -> str | None:
 
 
 def call_rules(offer: ToolOffer, grammar: Grammar | None = None) -> ToolCalls | None:
-    """Return the grammar of the answer's calls; None: there is none.
+    """Return the grammar of the answer's calls; None: there is none. `grammar` is that of text without calls.
 
     Required calls have one. If a tool is strict or the text has a grammar, so do all possible calls.
-
-    Args:
-        offer: the tools.
-        grammar: of the answer's text, if it calls no tool.
     """
     if offer.choice == "none":
         return None
@@ -192,11 +188,6 @@ _BLANK_LINE = "\n\n"
 
 def to_turns(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | None = None) -> list[Turn]:
     """Return `messages` as the turns of the chat format `form`; the last is the one to be answered.
-
-    Args:
-        messages: the conversation.
-        form: the model's chat format.
-        offer: the tools that it may call.
 
     Raises:
         InvalidRequestError: the format cannot express the conversation; `param` names the message.

@@ -343,9 +343,6 @@ class MarkedChoice:
     """One choice of a model whose conversations a template writes, with the interface of `ChoiceReader`.
 
     White space before its text is dropped. Not thread-safe.
-
-    Args:
-        marks: what reads the answer.
     """
 
     def __init__(self, marks: MarkedText) -> None:

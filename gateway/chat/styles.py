@@ -475,11 +475,7 @@ CALL_LIST: Final = CallStyle(
 
 
 def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
-    """Return the style that a chat template's own text gives away; None: none of these.
-
-    Args:
-        mentions: whether the template has a text in it (`ChatTemplate.mentions`).
-    """
+    """Return the style of a chat template, given its `ChatTemplate.mentions`; None: none of these."""
     for *marks, name in (
         # These write between marks of relatives, or in marks that contain theirs, what relatives do not:
         ("invoke name=", ""),  # MiniMax-M2 and M3, Step 3

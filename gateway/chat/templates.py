@@ -133,10 +133,6 @@ class ChatTemplate:
     def read(cls, folder: Folder, added: Mapping[str, bool] = MappingProxyType({})) -> "ChatTemplate | None":
         """Read the template of a tokenizer's folder; None: it has none, as that of a base model.
 
-        Args:
-            folder: with a template.
-            added: of the folder's tokenizer.
-
         Raises:
             TemplateError: it has one that cannot be used.
         """

@@ -58,11 +58,7 @@ def streamed_or_complete(
 ) -> dict[int | str, dict[str, Any]]:
     """Declare a JSON answer or a stream of events whose data are `chunk`s, and errors.
 
-    Args:
-        answer: what is sent at once.
-        chunk: the data of an event.
-        done: the last event's data is `[DONE]`, and an error within the stream is an `ErrorDocument`.
-        error: an answer that is not a success.
+    With `done`, the last event's data is `[DONE]`, and an error within the stream is an `ErrorDocument`.
     """
     declared = complete(answer, error)
     ok = declared[200]

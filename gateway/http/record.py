@@ -97,9 +97,6 @@ class Gateway:
     def authorize_admin(self, headers: Mapping[str, str]) -> str | None:
         """Check that whoever sent a request with these headers may control models; return the key's name.
 
-        Args:
-            headers: by lower-case names; of gRPC, the metadata.
-
         Raises:
             ControlDisabledError: there are no keys, and the sender may be on another machine.
             GatewayError: as `Keyring.authorize`.
@@ -330,12 +327,8 @@ class Records:
     ) -> AsyncIterator[RequestRecord]:
         """Keep a request's record for a block, and release everything that the request held behind it.
 
-        Args:
-            method: HTTP's, or `GRPC`.
-            headers: the request's, by lower-case names.
-            client: see `RequestRecord`, as `probe`.
-            route: returns the route that it took, for metrics; called when it is over.
-            probe: whether machines poll it.
+        `method` is HTTP's, or `GRPC`; names of `headers` are in lower case. `route` returns the route that it
+        took, for metrics, and is called when it is over.
         """
         gateway = self.gateway
         async with AsyncExitStack() as resources:

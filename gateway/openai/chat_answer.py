@@ -173,13 +173,7 @@ def new_call_id() -> str:
 def logprobs_document(
     tokens: Sequence[TokenLogprob], *, as_ids: bool = False, no_bytes: list[int] | None = None
 ) -> ChoiceLogprobs:
-    """Write log-probabilities.
-
-    Args:
-        tokens: in order.
-        as_ids: name tokens by their ids.
-        no_bytes: the bytes of a token that is not text.
-    """
+    """Write log-probabilities; `no_bytes` are the bytes of a token that is not text."""
     return ChoiceLogprobs(
         [
             TokenLogprobContent(

@@ -300,11 +300,7 @@ def _decoded(text: str, field: str) -> dict[str, Any]:
 
 
 def check_repeats(patterns: Iterable[str], field: str) -> None:
-    """Refuse expressions that repeat a part too often.
-
-    Args:
-        patterns: regular expressions.
-        field: the request's, that they came with.
+    """Refuse regular expressions that repeat a part too often.
 
     Raises:
         InvalidRequestError: one does; `param` is `field`.

@@ -186,12 +186,7 @@ class Backend:
 
 
 class Backends:
-    """All backends. Call `start` inside the event loop.
-
-    Args:
-        upstreams: addresses `host:port`, and names `dns:///host:port`.
-        options: the pool's.
-    """
+    """All backends, of addresses `host:port` and names `dns:///host:port`. Call `start` inside the loop."""
 
     def __init__(self, upstreams: Sequence[str], options: PoolOptions) -> None:
         self._fixed = [upstream for upstream in upstreams if name_in(upstream) is None]

@@ -348,11 +348,7 @@ class TritonUpstream:
     def _failed(self, attempts: Attempts, replica: Replica, error: TritonError, *, down: bool) -> None:
         """Record that an attempt failed; return if another one may be made, perhaps after a wait.
 
-        Args:
-            attempts: those of the request.
-            replica: where it failed.
-            error: why.
-            down: whether the replica may be down, so that the request may wait as those that come later do.
+        `down`: the replica may be down, so that the request may wait as those that come later do.
 
         Raises:
             GatewayError: it was the last attempt.

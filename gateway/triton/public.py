@@ -97,12 +97,7 @@ class _Served:
 
 
 class PublicModels:
-    """Serves what the settings say of models; `apply` changes it.
-
-    Args:
-        settings: the gateway's.
-        make_pool: see `MakePool`.
-    """
+    """Serves what the settings say of models; `apply` changes it."""
 
     def __init__(self, settings: Settings, make_pool: MakePool) -> None:
         self._make = make_pool
@@ -216,11 +211,7 @@ class PublicModels:
         return await served.pool.unload(served.settings.entry, upstream=upstream)
 
     async def apply(self, settings: Settings) -> None:
-        """Serve what `settings` say of models from now on; requests that run end as they began.
-
-        Args:
-            settings: the gateway's, perhaps with other models.
-        """
+        """Serve what `settings` say of models from now on; requests that run end as they began."""
         models = {name: settings.model(name) for name in settings.models}
         plans = plans_of(settings, models)
         pools = {
@@ -305,12 +296,7 @@ def _of_adapter(name: str, parent: ModelCard) -> ModelCard:
 
 
 def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Plan, list[str]]:
-    """Return what pools are needed, each with the public names that it serves.
-
-    Args:
-        settings: the gateway's.
-        models: by public name; none: whatever is found is served.
-    """
+    """Return what pools are needed, each with its public names; without models, for whatever is found."""
     if not models:
         found = Plan(upstreams=settings.upstreams, entries=(), tokenizers=settings.tokenizers, dialects=())
         return {found: []}

@@ -86,13 +86,7 @@ def _loaded_anew(before: ModelReport | None, now: ModelReport) -> bool:
 
 
 class Replica:
-    """One model on one Triton; run `watch`, its health loop, as a task.
-
-    Args:
-        model: its id, which is the name of its repository entry.
-        client: of the Triton.
-        options: the pool's.
-    """
+    """One model, which is an entry of that name, on one Triton; run `watch`, its health loop, as a task."""
 
     def __init__(self, model: str, client: Client, options: PoolOptions) -> None:
         self.model = model
@@ -192,8 +186,7 @@ class Replica:
     def withdrawn(self, *, wanted: bool) -> Iterator[None]:
         """Send no new requests here during the block, because the model is being loaded or unloaded.
 
-        Args:
-            wanted: whether it is meant to be loaded afterwards.
+        `wanted`: it is meant to be loaded afterwards.
         """
         self.wanted, self._failed = wanted, False
         self._become(self._away(), "being loaded anew" if wanted else "being unloaded")

@@ -182,8 +182,7 @@ class TextAnswer:
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:
         """Return `Accepted` the first time, and the prompt that is to be repeated: the answer begins.
 
-        Args:
-            prompt_tokens: as the backend counts them; None: it does not.
+        `prompt_tokens` is as the backend counts them; None: it does not.
         """
         if self._prompt_tokens is not None:
             return []
@@ -315,11 +314,7 @@ class TextOutputs(TextAnswer):
     """Reads the outputs that text backends have in common, those of them that a model has.
 
     `text_output` has a text, `num_input_tokens` a count of the prompt's tokens; `num_output_tokens` and
-    `finish_reason` tell of the text.
-
-    Args:
-        before: as for `Growth`.
-        answer: what a `TextAnswer` takes.
+    `finish_reason` tell of the text. `before` is as for `Growth`.
     """
 
     def __init__(
