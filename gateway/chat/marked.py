@@ -105,6 +105,8 @@ class MarkedText:
         """Whether the answer ended within the arguments of one; known at its end."""
         self.hidden: list[tuple[int, int]] = []
         """Where in the answer reasoning and calls are, from its beginning on, in characters."""
+        self.thoughts: list[str] = []
+        """The reasoning so far, for counting."""
 
     @property
     def over(self) -> bool:
@@ -196,6 +198,7 @@ class MarkedText:
             self._unread = unread
         if thought and (thought.strip() or self._reasoned):  # white space alone is none
             self._reasoned = True
+            self.thoughts.append(thought)
             pieces.append(Reasoning(thought))
 
     def _text(self, pieces: list[Piece], *, over: bool) -> None:
@@ -349,13 +352,7 @@ class MarkedChoice:
         self._marks = marks
         self._said = False
         """Whether there was text."""
-        self.thoughts: list[str] = []
-        """The reasoning so far, for counting."""
-
-    @property
-    def hidden(self) -> list[tuple[int, int]]:
-        """Where in the answer reasoning and calls are, from its beginning on, in characters."""
-        return self._marks.hidden
+        self.thoughts, self.hidden = marks.thoughts, marks.hidden
 
     def push_text(self, text: str) -> tuple[Piece, ...]:
         """Take one delta of text only; return what can be shown."""
@@ -377,8 +374,6 @@ class MarkedChoice:
 
     def _shown(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
-            if isinstance(piece, Reasoning):
-                self.thoughts.append(piece.text)
             if self._said or not isinstance(piece, str):
                 yield piece
             elif text := piece.lstrip():

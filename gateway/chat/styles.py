@@ -383,7 +383,7 @@ def _begins_line(text: str) -> bool:
 
 def _begins_named(text: str) -> bool:
     name, _, _ = text.removeprefix(_BEGIN).lstrip().partition("<")
-    return _BEGIN.startswith(text) or _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None
 
 
 STYLES: Final = {

@@ -453,18 +453,27 @@ def _read_content(response: Response) -> tuple[bytes, wire_meta.Meta]:
     Raises:
         UpstreamProtocolError: it has no such outputs, or they cannot be understood.
     """
-    tensors = {
-        tensor.name: raw for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False)
-    }
     try:
-        (content,) = unpack_strings(tensors[names.RESPONSE])
-        (document,) = unpack_strings(tensors[names.META])
+        (content,) = strings_of(response, names.RESPONSE)
+        (document,) = strings_of(response, names.META)
         return content, wire_meta.decode_meta(document)
-    except KeyError as error:
-        raise not_understood(f"no output {error}") from error
-    except (ValueError, msgspec.MsgspecError) as error:
-        # ValueError: not one string, a cut tensor.
+    except (ValueError, msgspec.MsgspecError) as error:  # ValueError: not one string
         raise not_understood(str(error)) from error
+
+
+def strings_of(response: Response, output: str) -> list[bytes]:
+    """Return the strings in one of a response's outputs.
+
+    Raises:
+        UpstreamProtocolError: it has no such output, or that cannot be understood.
+    """
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if tensor.name == output:
+            try:
+                return unpack_strings(raw)
+            except ValueError as error:
+                raise not_understood(str(error)) from error
+    raise not_understood(f"no output {output!r}")
 
 
 def not_understood(what: str) -> UpstreamProtocolError:

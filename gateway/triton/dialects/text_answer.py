@@ -17,7 +17,6 @@ from gateway.core.events import (
     Event,
     FinishReason,
     Piece,
-    Reasoning,
     TokenLogprob,
     Usage,
 )
@@ -169,8 +168,6 @@ class TextAnswer:
         """How many of them the deltas have told of: only a stream's tell before the end when tokens came."""
         self._reported = False
         """Whether the backend counts its tokens."""
-        self._thoughts: list[str] = []
-        """Its reasoning, for counting."""
         self._finish: FinishReason | None = None
         """As far as it is known; more text is not read then."""
 
@@ -274,7 +271,6 @@ class TextAnswer:
         read = self._marks.push(text)
         if over:
             read += self._marks.end()
-        self._thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
         return tuple(read)
 
     def _deltas(
@@ -299,9 +295,9 @@ class TextAnswer:
 
     def _reasoning(self) -> int:
         """Return how many of the tokens are reasoning, without its marks."""
-        if not self._thoughts or self._model.vocabulary is None:
+        if not self._marks.thoughts or self._model.vocabulary is None:
             return 0
-        return min(self._tokens, self._model.vocabulary.count("".join(self._thoughts)))
+        return min(self._tokens, self._model.vocabulary.count("".join(self._marks.thoughts)))
 
     def _counted(self) -> int:
         """Return the number of tokens: the backend's own count, or the tokenizer's of the text."""
