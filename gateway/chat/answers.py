@@ -51,14 +51,7 @@ class ChoiceReader:
                 constrained=rules is not None and rules.text is not None,
             )
 
-    def push_text(self, text: str) -> tuple[Piece, ...]:
-        """Take one delta of text only; return what can be shown."""
-        if self._tools is not None:
-            return self._tools.push(text)
-        shown = self._text.push(text)
-        return (shown,) if shown else ()
-
-    def push(self, text: str, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
         """Take one delta and the segments that begin in it; return what can be shown.
 
         Raises:

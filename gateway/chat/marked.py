@@ -354,11 +354,7 @@ class MarkedChoice:
         """Whether there was text."""
         self.thoughts, self.hidden = marks.thoughts, marks.hidden
 
-    def push_text(self, text: str) -> tuple[Piece, ...]:
-        """Take one delta of text only; return what can be shown."""
-        return joined_pieces(self._shown(self._marks.push(text)))
-
-    def push(self, text: str, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
         """Take one delta; return what can be shown.
 
         Raises:
@@ -366,7 +362,7 @@ class MarkedChoice:
         """
         if segments:
             raise ValueError("a segment in an answer without any")
-        return self.push_text(text)
+        return joined_pieces(self._shown(self._marks.push(text)))
 
     def finish(self) -> tuple[Piece, ...]:
         """Return what was held back; the choice is over."""

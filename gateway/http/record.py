@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any, Final, overload
+from typing import Any, Final
 from urllib.parse import quote
 
 from msgspec import structs
@@ -284,7 +284,7 @@ class RequestRecord:
             engine_queued_ms=_ms(self.engine_queued_s),
             first_token_ms=None if first is None else _ms(first - self.arrived),
             generation_ms=None if first is None or last is None else _ms(last - first),
-            server_ms=_ms(perf_counter() - self.arrived),
+            server_ms=round((perf_counter() - self.arrived) * 1000, 3),
         )
 
     def _count(self, event: Delta) -> None:
@@ -483,9 +483,5 @@ def _upstreams(trace: Trace) -> dict[str, Any]:
     return {"upstream": ",".join(last) or None, "attempts": max(map(len, called), default=None)}
 
 
-@overload
-def _ms(seconds: float) -> float: ...
-@overload
-def _ms(seconds: None) -> None: ...
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)

@@ -98,12 +98,6 @@ class Backend:
             self._watches[model] = self._spawn(replica.watch(), f"watch {model} on {self.address}")
         return replica
 
-    def come_back(self) -> None:
-        """Take new requests again."""
-        if self.leaving is not None:
-            self.leaving.cancel()
-            self.leaving = None
-
     async def close(self, fault: Fault, detail: str) -> None:
         """Stop watching, and end its running requests with `fault`."""
         self._closed = fault, detail
@@ -299,7 +293,8 @@ class Backends:
                 )
                 self._log(address, "appeared")
             elif backend.leaving is not None:
-                backend.come_back()
+                backend.leaving.cancel()
+                backend.leaving = None
                 self._log(address, "came back")
         for backend in self.present():
             if backend.address not in wanted:

@@ -325,8 +325,7 @@ class TextOutputs(TextAnswer):
         super().__init__(generation, model, prompt, **answer)
         self._growth = Growth(before)
 
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
+    def decode(self, response: Response) -> list[Event]:  # noqa: D102 - inherited
         found = outputs(response)
         events = self.accept(_first(found, "num_input_tokens"))
         texts = found.get("text_output", [])
@@ -347,8 +346,7 @@ class TextOutputs(TextAnswer):
     def logprobs_in(self, found: Mapping[str, Sequence[Any]]) -> tuple[TokenLogprob, ...] | None:
         """Return the text's log-probabilities, which each backend that has some reports in its own way."""
 
-    def end(self) -> list[Event]:
-        """See `AnswerDecoder.end`."""
+    def end(self) -> list[Event]:  # noqa: D102 - inherited
         return self.rest(self._growth.end()) + super().end()
 
 

@@ -474,7 +474,7 @@ def test_an_answer_is_the_same_however_it_is_cut() -> None:
     text = "".join(TOKENS)
     for size in (1, 3, 7, len(text)):
         reader = choice("now")
-        parts = [part for at in range(0, len(text), size) for part in reader.push_text(text[at : at + size])]
+        parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
         assert joined_pieces([*parts, *reader.finish()]) == WHOLE
         assert reader.reason("stop") == "tool_calls"
         assert reader.reason("length") == "length"
@@ -483,9 +483,9 @@ def test_an_answer_is_the_same_however_it_is_cut() -> None:
 def test_white_space_before_the_text_is_dropped() -> None:
     reader = choice(thinks=False)
     parts = [
-        *reader.push_text("\n"),
-        *reader.push_text(" \nYes"),
-        *reader.push_text("\n no"),
+        *reader.push("\n"),
+        *reader.push(" \nYes"),
+        *reader.push("\n no"),
         *reader.finish(),
     ]
     assert joined_pieces(parts) == ("Yes\n no",)
