@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gateway.chat.calls import CallReader, OnPart, Verdict
 from gateway.chat.conversation import answer_metadata, call_rules, callable_names, chat_form
+from gateway.chat.styles import possible_beginning
 from gateway.core.events import CallPart, FinishReason, Piece, joined_pieces
 from gateway.core.request import Conversation, Generation, Turns
 from wire.meta import Segment
@@ -133,7 +134,7 @@ class AnswerText:
         text = (self._held + text).replace(PLACEHOLDER, TRAINING_DATE)
         if not self._segment_has_text:
             text = text.lstrip()
-        safe = len(text) - _placeholder_begun(text)
+        safe = len(text) - possible_beginning(text, PLACEHOLDER)
         if safe == len(text):
             safe = len(text.rstrip())
         self._held = text[safe:]
@@ -151,13 +152,6 @@ class AnswerText:
         opens_later_segment = self._any_text and not self._segment_has_text
         self._any_text = self._segment_has_text = True
         return _SEPARATOR + text if opens_later_segment else text
-
-
-def _placeholder_begun(text: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of the placeholder."""
-    return next(
-        (length for length in range(len(PLACEHOLDER) - 1, 0, -1) if text.endswith(PLACEHOLDER[:length])), 0
-    )
 
 
 class RawText:

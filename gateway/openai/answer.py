@@ -292,7 +292,6 @@ class ChunksAnswer(Answer):
         """Return the chunks of one delta, with `usage` in each."""
 
     def _encode(self, choices: Sequence[Struct], usage: Usage | UnsetType | None, **rest: Any) -> bytes:
-        """Return a chunk of these choices."""
         return encode(self.chunk(**self._head, choices=choices, usage=usage, **rest))
 
     def _prompt_ids(self, choice: int = 0) -> list[int] | UnsetType:

@@ -102,7 +102,6 @@ class JsonSchemaFormat(Strict, place="response_format"):
 
 
 def _tag(value: Any) -> str | None:
-    """Return the tag of the format that `value` is, by its type."""
     return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(type_of(value) or "")
 
 
