@@ -23,16 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.anthropic.errors import THREAD
-from gateway.core.request import (
-    Conversation,
-    Draft,
-    Grammar,
-    Image,
-    Message,
-    NamedTool,
-    PastCall,
-    ToolOffer,
-)
+from gateway.core.request import Conversation, Draft, Grammar, Image, Message, NamedTool, PastCall, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import encode
 from gateway.openai.chat_request import REASONED, Effort, Switches

@@ -23,13 +23,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-from gateway.chat.calls import (
-    CallReader,
-    FencedCallReader,
-    JsonCallReader,
-    LiteralCallReader,
-    OnPart,
-)
+from gateway.chat.calls import CallReader, FencedCallReader, JsonCallReader, LiteralCallReader, OnPart
 from gateway.core.request import Grammar, Message, NamedTool, ToolOffer
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from wire import grammar as wire_grammar

@@ -34,14 +34,7 @@ from gateway.errors import (
     ModelNotFoundError,
 )
 from gateway.http.sites import Sites
-from gateway.limits.admission import (
-    Admission,
-    Drain,
-    Pacing,
-    Phase,
-    shutting_down,
-    too_many_connections,
-)
+from gateway.limits.admission import Admission, Drain, Pacing, Phase, shutting_down, too_many_connections
 from gateway.limits.bodies import Bodies
 from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring

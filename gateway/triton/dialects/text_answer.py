@@ -11,15 +11,7 @@ from msgspec import structs
 
 from gateway.chat.styles import possible_beginning
 from gateway.chat.text_tokens import TextTokens
-from gateway.core.events import (
-    Accepted,
-    Delta,
-    Event,
-    FinishReason,
-    Piece,
-    TokenLogprob,
-    Usage,
-)
+from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, TokenLogprob, Usage
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.base import Response
