@@ -172,7 +172,7 @@ _PIECE = re.compile(
     re.VERBOSE,
 )
 _IN_STRING = re.compile(r"""(?P<text> [^'"\\]+ ) | (?P<escape> \\. ) | (?P<quote> ['"] )""", re.VERBOSE)
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null"}
 _MARKS = {",": ", ", ":": ": ", "=": ""}
 _UNPACKED = "}*"
 """Closes a dictionary whose entries are arguments; its brackets are not part of them."""
@@ -240,7 +240,7 @@ class LiteralCallReader(CallReader):
             case "name":  # which may be None, True or False as well
                 return f'"{piece}": '
             case "word":
-                return _WORDS.get(piece) or f'"{piece}": '
+                return WORDS.get(piece) or f'"{piece}": '
             case "number":
                 return piece
             case "stars":

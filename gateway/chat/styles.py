@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
-from gateway.chat.calls import JsonEnd
+from gateway.chat.calls import WORDS, JsonEnd
 from gateway.core.events import CallPart
 from wire.calls import read_json
 
@@ -326,12 +326,11 @@ def _read_pairs(text: str) -> list[CallPart] | None:
 def _value(text: str) -> Any:
     """Read a value: JSON, or else a string as it stands."""
     try:
-        return msgspec.json.decode(_WORDS.get(text, text))
+        return msgspec.json.decode(WORDS.get(text, text))
     except (msgspec.DecodeError, RecursionError):
         return text
 
 
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _NULL: Final = ("null", "None")
 
 

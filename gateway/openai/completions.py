@@ -201,14 +201,10 @@ class LogprobsWriter:
     def _place(self, utf8: bytes) -> int:
         """Return the offset of the character that `utf8` begins or continues, and advance by it."""
         begun, _ = self._decoder.getstate()
-        place = self._characters + (0 if _continues(utf8[:1]) else len(begun))
+        continues = b"\x80" <= utf8[:1] < b"\xc0"  # as only the bytes within a character do
+        place = self._characters + (0 if continues else len(begun))
         self._characters += len(self._decoder.decode(utf8, not utf8))  # a token without text ends a character
         return place
-
-
-def _continues(byte: bytes) -> bool:
-    """Return whether `byte` (or nothing) continues a UTF-8 character instead of beginning one."""
-    return b"\x80" <= byte < b"\xc0"
 
 
 class CompletionChoice(Struct, frozen=True):

@@ -106,7 +106,7 @@ class Backend:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas.values():
-            await replica.close()
+            await replica.channel.close()
         await self.client.close(fault, detail)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
@@ -154,7 +154,7 @@ class Backend:
             watch = self._watches.pop(model)
             watch.cancel()
             await asyncio.wait({watch})
-            await replica.close()
+            await replica.channel.close()
 
     async def _add_models(self, rejected: set[str]) -> None:
         """Add the models that are loaded; `rejected` are those that were logged as of another contract."""

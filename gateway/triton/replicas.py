@@ -168,10 +168,6 @@ class Replica:
             raise unable([self])
         return self._dialect, self.report
 
-    async def close(self) -> None:
-        """Close its delta channel; cancel `watch` first."""
-        await self.channel.close()
-
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Count a request as running on this replica."""
