@@ -99,8 +99,7 @@ def test_several_calls(style: str, text: str) -> None:
         ("hermes", CALLS["hermes"].replace("weather", "steal")),
         ("hermes", "<tool_call>{broken</tool_call>"),
         ("hermes", '<tool_call>{"name": "weather", "arguments": "x"}</tool_call>'),
-        ("hermes", '<tool_call>{"tool": "weather"}</tool_call>'),
-        ("hermes", '<tool_call>[{"name": "weather"}, 1]</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "weather"}, 1, {"tool": "weather"}]</tool_call>'),
         ("hermes", "if a <tool"),
         ("glm45", "<tool_call>weather\n<arg_key>city</arg_key></tool_call>"),
         ("glm45", "<tool_call></tool_call>"),
@@ -125,9 +124,7 @@ def test_what_is_no_call_stays_text(style: str | None, text: str, cuts: list[int
 def test_a_call_that_may_have_no_arguments() -> None:
     assert read('{"name": "time", "parameters": null}', "llama3")[2] == [CallPart("time", "{}")]
     assert read('<tool_call>{"name": "time"}</tool_call>', "hermes")[2] == [CallPart("time", "{}")]
-    for several in ('[{"name": "time"}, {"name": "weather"}]', '{"name": "time"}; {"name": "weather"}'):
-        calls = [CallPart("time", "{}"), CallPart("weather", "{}")]
-        assert read(f"<tool_call>{several}</tool_call>", "hermes")[2] == calls
+    assert len(read('<tool_call>{"name": "time"}; [{"name": "time"}]</tool_call>', "hermes")[2]) == 2
     assert read("<tool_call>time\n</tool_call>", "glm45")[2] == [CallPart("time", "{}")]
 
 
