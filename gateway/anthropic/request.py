@@ -23,17 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from gateway.anthropic.errors import THREAD
-from gateway.core.request import (
-    Conversation,
-    Draft,
-    Grammar,
-    Image,
-    Message,
-    NamedTool,
-    PastCall,
-    ToolOffer,
-)
-from gateway.core.upstream import Tokenization
+from gateway.core.request import Conversation, Draft, Grammar, Image, Message, NamedTool, PastCall, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import encode
 from gateway.openai.chat_request import REASONED, Effort, Switches
@@ -52,6 +42,7 @@ from gateway.openai.document import (
 from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
 from gateway.openai.params import BOOKKEEPING, MESSAGES_LIMIT, GenerationRequest, StopStrings, TokenBound
 from gateway.openai.structured import Schema, StructuredRequest, schema_grammar, shallow
+from gateway.openai.tokenize import CountingRequest
 from gateway.openai.tools import CallId, ChoiceMode, Function, ToolName, offer_of
 from wire.limits import STOPS_LIMIT, TOOLS_LIMIT
 
@@ -386,22 +377,8 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
             )
 
 
-class CountTokensRequest(ConversationRequest):
+class CountTokensRequest(ConversationRequest, CountingRequest):
     """A request to count the tokens of a prompt. Null means absent everywhere."""
 
     subject: ClassVar[str] = "messages"
     """The name of the field to be tokenized."""
-
-    def check(self) -> None:
-        """Refuse parameters that are valid alone but not together."""
-        _ = self.continued, self.grammar  # which refuse what is wrong with them
-
-    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
-        """Return the tokenization to run."""
-        return Tokenization(
-            request_id=request_id,
-            model=self.model,
-            prompt=self.continued,
-            deadline=deadline,
-            grammar=self.grammar,
-        )

@@ -8,12 +8,7 @@ from gateway.anthropic.answer import PING, MessageDocument, MessagesAnswer, Mess
 from gateway.anthropic.errors import MessagesError
 from gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from gateway.http.openapi import body_of, complete, streamed_or_complete
-from gateway.http.routes import (
-    AnsweringDep,
-    InferenceKey,
-    RecordDep,
-    respond_with,
-)
+from gateway.http.routes import AnsweringDep, InferenceKey, RecordDep, respond_with
 
 _PING = ServerSentEvent(event=PING[0], data=PING[1], sep="\n")
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gateway.chat.calls import CallReader, OnPart, Verdict
 from gateway.chat.conversation import answer_metadata, call_rules, callable_names, chat_form
+from gateway.chat.styles import possible_beginning
 from gateway.core.events import CallPart, FinishReason, Piece, joined_pieces
 from gateway.core.request import Conversation, Generation, Turns
 from wire.meta import Segment
@@ -32,12 +33,7 @@ _SEPARATOR = "\n"
 
 
 class ChoiceReader:
-    """Reads one raw choice of an answer. Not thread-safe.
-
-    Args:
-        generation: what is answered.
-        chat_format: the name of the model's chat format.
-    """
+    """Reads one raw choice of an answer to `generation`. Not thread-safe."""
 
     def __init__(self, generation: Generation, chat_format: str | None) -> None:
         self._text: AnswerText | RawText = AnswerText()
@@ -56,14 +52,7 @@ class ChoiceReader:
                 constrained=rules is not None and rules.text is not None,
             )
 
-    def push_text(self, text: str) -> tuple[Piece, ...]:
-        """Take one delta of text only; return what can be shown."""
-        if self._tools is not None:
-            return self._tools.push(text)
-        shown = self._text.push(text)
-        return (shown,) if shown else ()
-
-    def push(self, text: str, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
         """Take one delta and the segments that begin in it; return what can be shown.
 
         Raises:
@@ -145,7 +134,7 @@ class AnswerText:
         text = (self._held + text).replace(PLACEHOLDER, TRAINING_DATE)
         if not self._segment_has_text:
             text = text.lstrip()
-        safe = len(text) - _placeholder_begun(text)
+        safe = len(text) - possible_beginning(text, PLACEHOLDER)
         if safe == len(text):
             safe = len(text.rstrip())
         self._held = text[safe:]
@@ -165,19 +154,8 @@ class AnswerText:
         return _SEPARATOR + text if opens_later_segment else text
 
 
-def _placeholder_begun(text: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of the placeholder."""
-    return next(
-        (length for length in range(len(PLACEHOLDER) - 1, 0, -1) if text.endswith(PLACEHOLDER[:length])), 0
-    )
-
-
 class RawText:
-    """The text of an answer that is shown exactly as the model wrote it.
-
-    Args:
-        segments: whether it may have any.
-    """
+    """The text of an answer that is shown exactly as the model wrote it, and which may have `segments`."""
 
     def __init__(self, *, segments: bool = False) -> None:
         self._segments = segments

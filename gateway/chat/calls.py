@@ -93,11 +93,7 @@ _INSIDE_STRING = re.compile(r'["\\]')
 
 
 class JsonEnd:
-    """Finds where a JSON object or list ends that comes piece by piece.
-
-    Args:
-        depth: how many brackets were opened before.
-    """
+    """Finds where a JSON object or list ends that comes piece by piece, `depth` brackets deep already."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
@@ -176,7 +172,7 @@ _PIECE = re.compile(
     re.VERBOSE,
 )
 _IN_STRING = re.compile(r"""(?P<text> [^'"\\]+ ) | (?P<escape> \\. ) | (?P<quote> ['"] )""", re.VERBOSE)
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null"}
 _MARKS = {",": ", ", ":": ": ", "=": ""}
 _UNPACKED = "}*"
 """Closes a dictionary whose entries are arguments; its brackets are not part of them."""
@@ -244,7 +240,7 @@ class LiteralCallReader(CallReader):
             case "name":  # which may be None, True or False as well
                 return f'"{piece}": '
             case "word":
-                return _WORDS.get(piece) or f'"{piece}": '
+                return WORDS.get(piece) or f'"{piece}": '
             case "number":
                 return piece
             case "stars":

@@ -23,13 +23,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-from gateway.chat.calls import (
-    CallReader,
-    FencedCallReader,
-    JsonCallReader,
-    LiteralCallReader,
-    OnPart,
-)
+from gateway.chat.calls import CallReader, FencedCallReader, JsonCallReader, LiteralCallReader, OnPart
 from gateway.core.request import Grammar, Message, NamedTool, ToolOffer
 from gateway.errors import InvalidRequestError, UpstreamProtocolError
 from wire import grammar as wire_grammar
@@ -64,13 +58,9 @@ def answer_metadata(offer: ToolOffer) -> str | None:
 
 
 def call_rules(offer: ToolOffer, grammar: Grammar | None = None) -> ToolCalls | None:
-    """Return the grammar of the answer's calls; None: there is none.
+    """Return the grammar of the answer's calls; None: there is none. `grammar` is that of text without calls.
 
     Required calls have one. If a tool is strict or the text has a grammar, so do all possible calls.
-
-    Args:
-        offer: the tools.
-        grammar: of the answer's text, if it calls no tool.
     """
     if offer.choice == "none":
         return None
@@ -192,11 +182,6 @@ _BLANK_LINE = "\n\n"
 
 def to_turns(messages: Sequence[Message], form: ChatForm, offer: ToolOffer | None = None) -> list[Turn]:
     """Return `messages` as the turns of the chat format `form`; the last is the one to be answered.
-
-    Args:
-        messages: the conversation.
-        form: the model's chat format.
-        offer: the tools that it may call.
 
     Raises:
         InvalidRequestError: the format cannot express the conversation; `param` names the message.

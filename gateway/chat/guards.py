@@ -112,10 +112,7 @@ def control_tokens(
     there. Nor are the marks of reasoning, and words that a template looks for in messages, such as GLM-4.5's
     `/nothink`: users are to type them.
 
-    Args:
-        added: by text, whether the token is special.
-        trees: the templates.
-        mentions: whether they have a text in them.
+    `added` says by text whether a token is special, `mentions` whether the templates have a text in them.
     """
     words = {text for tree in trees for text in _searched(tree) if not _MARK.fullmatch(text)}
     return [

@@ -105,6 +105,8 @@ class MarkedText:
         """Whether the answer ended within the arguments of one; known at its end."""
         self.hidden: list[tuple[int, int]] = []
         """Where in the answer reasoning and calls are, from its beginning on, in characters."""
+        self.thoughts: list[str] = []
+        """The reasoning so far, for counting."""
 
     @property
     def over(self) -> bool:
@@ -196,6 +198,7 @@ class MarkedText:
             self._unread = unread
         if thought and (thought.strip() or self._reasoned):  # white space alone is none
             self._reasoned = True
+            self.thoughts.append(thought)
             pieces.append(Reasoning(thought))
 
     def _text(self, pieces: list[Piece], *, over: bool) -> None:
@@ -343,28 +346,15 @@ class MarkedChoice:
     """One choice of a model whose conversations a template writes, with the interface of `ChoiceReader`.
 
     White space before its text is dropped. Not thread-safe.
-
-    Args:
-        marks: what reads the answer.
     """
 
     def __init__(self, marks: MarkedText) -> None:
         self._marks = marks
         self._said = False
         """Whether there was text."""
-        self.thoughts: list[str] = []
-        """The reasoning so far, for counting."""
+        self.thoughts, self.hidden = marks.thoughts, marks.hidden
 
-    @property
-    def hidden(self) -> list[tuple[int, int]]:
-        """Where in the answer reasoning and calls are, from its beginning on, in characters."""
-        return self._marks.hidden
-
-    def push_text(self, text: str) -> tuple[Piece, ...]:
-        """Take one delta of text only; return what can be shown."""
-        return joined_pieces(self._shown(self._marks.push(text)))
-
-    def push(self, text: str, segments: Sequence[Segment]) -> tuple[Piece, ...]:
+    def push(self, text: str, segments: Sequence[Segment] = ()) -> tuple[Piece, ...]:
         """Take one delta; return what can be shown.
 
         Raises:
@@ -372,7 +362,7 @@ class MarkedChoice:
         """
         if segments:
             raise ValueError("a segment in an answer without any")
-        return self.push_text(text)
+        return joined_pieces(self._shown(self._marks.push(text)))
 
     def finish(self) -> tuple[Piece, ...]:
         """Return what was held back; the choice is over."""
@@ -380,8 +370,6 @@ class MarkedChoice:
 
     def _shown(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
-            if isinstance(piece, Reasoning):
-                self.thoughts.append(piece.text)
             if self._said or not isinstance(piece, str):
                 yield piece
             elif text := piece.lstrip():

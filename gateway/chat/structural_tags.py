@@ -116,10 +116,7 @@ def structural_tag(calls: ToolCalls, form: CallForm, reasoning: Reasoning | None
     reads it, or 0.1.33 where a parameter may be missing, a tool is not strict or reasoning may come first. An
     older one refuses it.
 
-    Args:
-        calls: what may be called.
-        form: how that is written.
-        reasoning: what may come first, in which no call is one.
+    `reasoning` is what may come first, in which no call is one.
 
     Raises:
         UnenforceableError: a strict tool's schema says what cannot be enforced.
@@ -150,13 +147,7 @@ def structural_tag(calls: ToolCalls, form: CallForm, reasoning: Reasoning | None
 def behind_reasoning(kind: GrammarKind, text: str, reasoning: Reasoning) -> dict[str, Any] | None:
     """Return the structural tag of an answer that a grammar is of once its reasoning has ended.
 
-    Args:
-        kind: of the grammar.
-        text: the grammar, as `wire.grammar.Grammar` has it.
-        reasoning: what the prompt ends within.
-
-    Returns:
-        xgrammar 0.1.25 reads it. None: there is none of such a grammar.
+    xgrammar 0.1.25 reads it. `kind` and `text` are as in `wire.grammar.Grammar`; None: there is none of that.
     """
     content: dict[str, Any]
     match kind:

@@ -36,7 +36,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
-from gateway.chat.calls import JsonEnd
+from gateway.chat.calls import WORDS, JsonEnd
 from gateway.core.events import CallPart
 from wire.calls import read_json
 
@@ -326,12 +326,11 @@ def _read_pairs(text: str) -> list[CallPart] | None:
 def _value(text: str) -> Any:
     """Read a value: JSON, or else a string as it stands."""
     try:
-        return msgspec.json.decode(_WORDS.get(text, text))
+        return msgspec.json.decode(WORDS.get(text, text))
     except (msgspec.DecodeError, RecursionError):
         return text
 
 
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 _NULL: Final = ("null", "None")
 
 
@@ -383,7 +382,7 @@ def _begins_line(text: str) -> bool:
 
 def _begins_named(text: str) -> bool:
     name, _, _ = text.removeprefix(_BEGIN).lstrip().partition("<")
-    return _BEGIN.startswith(text) or _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(name) is not None
 
 
 STYLES: Final = {
@@ -475,11 +474,7 @@ CALL_LIST: Final = CallStyle(
 
 
 def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
-    """Return the style that a chat template's own text gives away; None: none of these.
-
-    Args:
-        mentions: whether the template has a text in it (`ChatTemplate.mentions`).
-    """
+    """Return the style of a chat template, given its `ChatTemplate.mentions`; None: none of these."""
     for *marks, name in (
         # These write between marks of relatives, or in marks that contain theirs, what relatives do not:
         ("invoke name=", ""),  # MiniMax-M2 and M3, Step 3

@@ -133,10 +133,6 @@ class ChatTemplate:
     def read(cls, folder: Folder, added: Mapping[str, bool] = MappingProxyType({})) -> "ChatTemplate | None":
         """Read the template of a tokenizer's folder; None: it has none, as that of a base model.
 
-        Args:
-            folder: with a template.
-            added: of the folder's tokenizer.
-
         Raises:
             TemplateError: it has one that cannot be used.
         """
@@ -190,7 +186,7 @@ class ChatTemplate:
         *others, last = conversation.messages
         continues = answer_next and last.role == "assistant" and not last.calls
         shown = replace(last, content=last.content + _CONTINUED) if continues else last
-        guard = self._guard if guarded else _as_it_is
+        guard: Callable[[Any], Any] = self._guard if guarded else lambda value: value
         offer = conversation.offer
         tools = _tools(offer) if offer is not None and offer.choice != "none" else None
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
@@ -360,10 +356,6 @@ def _arguments(text: str, guard: Callable[[Any], Any]) -> Any:
     """Return arguments as an object, if they are one."""
     arguments = read_json(text)
     return _Unread(guard(text)) if arguments is None else _Arguments(guard(text), guard(arguments))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _system_first(messages: Sequence[Message]) -> tuple[Message, ...]:

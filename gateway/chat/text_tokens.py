@@ -45,10 +45,8 @@ class _Entry:
 class TextTokens:
     """Lists the tokens of one choice's text. Not thread-safe.
 
-    Tokens come with their part of the raw answer or before it.
-
-    Args:
-        special: tokens that are not text appear in it by name.
+    Tokens come with their part of the raw answer or before it. `special`: those that are no text appear in it
+    by name.
     """
 
     def __init__(self, *, special: bool = False) -> None:

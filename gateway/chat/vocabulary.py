@@ -63,12 +63,9 @@ class Vocabulary:
         )
 
     def encode(self, text: str, *, rendered: bool) -> list[int]:
-        """Return the ids of `text`.
+        """Return the ids of `text`; `rendered`: a template wrote it, with its special tokens.
 
-        Args:
-            text: the prompt.
-            rendered: a template wrote it, with its special tokens; otherwise those that every text begins
-                with are added, as the backends add them to a plain prompt.
+        Otherwise those that every text begins with are added, as the backends add them to a plain prompt.
         """
         return list(self._encoded(text, special=not rendered).ids)
 
@@ -114,11 +111,9 @@ class Vocabulary:
         return stream.push([id_]) + stream.end()
 
     def stream(self, before: Sequence[int] = (), *, special: bool = False) -> "TextStream":
-        """Return a decoder for ids that come one after the other.
+        """Return a decoder for ids that come one after the other; `special`: special tokens are text, too.
 
-        Args:
-            before: what they go on from: a space at their beginning is text then.
-            special: special tokens are text, too.
+        They go on from the ids `before`, if there are any: a space at their beginning is text then.
         """
         return TextStream(self._tokenizer, before, special=special)
 

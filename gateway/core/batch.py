@@ -59,7 +59,8 @@ async def choices_apart(generate: Generate, generation: Generation) -> AsyncGene
     begun = asyncio.Event()
     accepted: Accepted | None = None
     usages: list[Usage] = []
-    async with aclosing(_merged(generate, _each_choice(generation), begun)) as merged:
+    apart = [structs.replace(generation, n=1, seed=generation.seed_of(at)) for at in range(generation.n)]
+    async with aclosing(_merged(generate, apart, begun)) as merged:
         async for place, event in merged:
             if isinstance(event, Exception):
                 raise event
@@ -75,11 +76,6 @@ async def choices_apart(generate: Generate, generation: Generation) -> AsyncGene
                 accepted = event
                 yield event
                 begun.set()
-
-
-def _each_choice(generation: Generation) -> list[Generation]:
-    """Return a generation for each choice."""
-    return [structs.replace(generation, n=1, seed=generation.seed_of(at)) for at in range(generation.n)]
 
 
 async def _merged(

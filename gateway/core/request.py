@@ -274,9 +274,7 @@ class Generation(Sampling, frozen=True, kw_only=True):
     def grammar_field(self, tool: str | None = None, *, text: bool = False) -> str | None:
         """Return the name in the request of the grammar's source; None: the answer is free, or there are two.
 
-        Args:
-            tool: the name of the tool whose schema is meant, if it is a tool's.
-            text: the grammar of the text beside calls is meant.
+        That of the schema of `tool`, if it is named, or of the grammar of the `text` beside calls.
         """
         offer = self.prompt.offer if isinstance(self.prompt, Conversation) else None
         if offer is None or offer.choice == "none":

@@ -144,17 +144,12 @@ class Upstream(Protocol):
     async def reached(self, deadline: float) -> None:
         """Wait until it is known which models there are, for as long as requests wait for a Triton.
 
-        Args:
-            deadline: of the request that waits, of the event loop's clock.
+        `deadline` is that of the request that waits, of the event loop's clock.
         """
         ...
 
     async def met(self, model_id: str, deadline: float) -> None:
-        """Wait until a Triton has told what a model is, for as long as requests wait for a Triton.
-
-        Args:
-            model_id: its public name or an alias.
-            deadline: as for `reached`.
+        """Wait, as `reached` does, until a Triton has told what a model is.
 
         Raises:
             GatewayError: as for `model`.

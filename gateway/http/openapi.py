@@ -58,11 +58,7 @@ def streamed_or_complete(
 ) -> dict[int | str, dict[str, Any]]:
     """Declare a JSON answer or a stream of events whose data are `chunk`s, and errors.
 
-    Args:
-        answer: what is sent at once.
-        chunk: the data of an event.
-        done: the last event's data is `[DONE]`, and an error within the stream is an `ErrorDocument`.
-        error: an answer that is not a success.
+    With `done`, the last event's data is `[DONE]`, and an error within the stream is an `ErrorDocument`.
     """
     declared = complete(answer, error)
     ok = declared[200]
@@ -158,9 +154,13 @@ def _page(document: dict[str, Any]) -> Iterator[str]:
         for method, operation in methods.items():
             yield f"<details><summary><code>{escape(method.upper())} {escape(path)}</code> "
             yield f"{escape(operation.get('description', ''))}</summary>"
-            fields = [_parameter(each) for each in operation.get("parameters", ())]
+            fields = [
+                (f"{each['name']} (in the {each['in']})", each.get("schema", {}), each.get("required", False))
+                for each in operation.get("parameters", ())
+            ]
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-            schema = _resolved(body.get("schema", {}), schemas)
+            schema = body.get("schema", {})
+            schema = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema)
             fields += [
                 (name, field, name in schema.get("required", ()))
                 for name, field in schema.get("properties", {}).items()
@@ -168,11 +168,6 @@ def _page(document: dict[str, Any]) -> Iterator[str]:
             yield from _table(fields)
             yield "</details>"
     yield "</html>"
-
-
-def _parameter(parameter: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
-    where = f"{parameter['name']} (in the {parameter['in']})"
-    return where, parameter.get("schema", {}), parameter.get("required", False)
 
 
 def _table(fields: list[tuple[str, dict[str, Any], bool]]) -> Iterator[str]:
@@ -210,8 +205,3 @@ def _kind(schema: dict[str, Any]) -> str:
         if key in schema
     ]
     return " ".join([kind, *bounds])
-
-
-def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    resolved = schemas.get(str(schema.get("$ref", "")).rpartition("/")[2], schema)
-    return dict(resolved)

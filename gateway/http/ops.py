@@ -12,15 +12,7 @@ from gateway.core.upstream import EntriesChanged
 from gateway.errors import InvalidRequestError, UnavailableError
 from gateway.http.openapi import body_of, complete
 from gateway.http.record import NAME_LIMIT, Gateway, RequestRecord
-from gateway.http.routes import (
-    AdminKey,
-    GatewayDep,
-    MetricsKey,
-    Model,
-    OptionalBody,
-    RecordDep,
-    respond_with,
-)
+from gateway.http.routes import AdminKey, GatewayDep, MetricsKey, Model, OptionalBody, RecordDep, respond_with
 from gateway.limits.admission import Phase, shutting_down
 from gateway.openai.document import read_optional_object, validate
 from gateway.telemetry.metrics import CONTENT_TYPE

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any, Final, overload
+from typing import Any, Final
 from urllib.parse import quote
 
 from msgspec import structs
@@ -35,14 +35,7 @@ from gateway.errors import (
     PermissionDeniedError,
 )
 from gateway.http.sites import Sites
-from gateway.limits.admission import (
-    Admission,
-    Drain,
-    Pacing,
-    Phase,
-    shutting_down,
-    too_many_connections,
-)
+from gateway.limits.admission import Admission, Drain, Pacing, Phase, shutting_down, too_many_connections
 from gateway.limits.bodies import Bodies
 from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
@@ -97,9 +90,6 @@ class Gateway:
 
     def authorize_admin(self, headers: Mapping[str, str]) -> str | None:
         """Check that whoever sent a request with these headers may control models; return the key's name.
-
-        Args:
-            headers: by lower-case names; of gRPC, the metadata.
 
         Raises:
             ControlDisabledError: there are no keys, and the sender may be on another machine.
@@ -290,7 +280,7 @@ class RequestRecord:
             engine_queued_ms=_ms(self.engine_queued_s),
             first_token_ms=None if first is None else _ms(first - self.arrived),
             generation_ms=None if first is None or last is None else _ms(last - first),
-            server_ms=_ms(perf_counter() - self.arrived),
+            server_ms=round((perf_counter() - self.arrived) * 1000, 3),
         )
 
     def _count(self, event: Delta) -> None:
@@ -333,12 +323,8 @@ class Records:
     ) -> AsyncIterator[RequestRecord]:
         """Keep a request's record for a block, and release everything that the request held behind it.
 
-        Args:
-            method: HTTP's, or `GRPC`.
-            headers: the request's, by lower-case names.
-            client: see `RequestRecord`, as `probe`.
-            route: returns the route that it took, for metrics; called when it is over.
-            probe: whether machines poll it.
+        `method` is HTTP's, or `GRPC`; names of `headers` are in lower case. `route` returns the route that it
+        took, for metrics, and is called when it is over.
         """
         gateway = self.gateway
         async with AsyncExitStack() as resources:
@@ -493,9 +479,5 @@ def _upstreams(trace: Trace) -> dict[str, Any]:
     return {"upstream": ",".join(last) or None, "attempts": max(map(len, called), default=None)}
 
 
-@overload
-def _ms(seconds: float) -> float: ...
-@overload
-def _ms(seconds: None) -> None: ...
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)

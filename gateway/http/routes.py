@@ -198,9 +198,7 @@ class Answering:
     async def read(self, kind: type[B], *, tokenizes: bool = False) -> B:
         """Read the body, see `Body.read`; while a large one is read, others are served.
 
-        Args:
-            kind: of request.
-            tokenizes: it is for a tokenizer, not for an engine: its place is among those requests.
+        `tokenizes`: it is for a tokenizer, not for an engine: its place is among those requests.
         """
         gateway, record = self._gateway, self._record
         admission = gateway.tokenizing if tokenizes else gateway.admission

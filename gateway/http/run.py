@@ -81,9 +81,7 @@ def check_prompt_length(accepted: Accepted, card: ModelCard) -> None:
 def check_prompt_logprobs(generations: Sequence[Generation], accepted: Accepted) -> None:
     """Refuse to report more of the prompts than an answer can have: each choice repeats its prompt's report.
 
-    Args:
-        generations: alike except for their prompts.
-        accepted: says how many tokens these have.
+    The generations are alike except for their prompts.
 
     Raises:
         InvalidRequestError: it would be more than PROMPT_LOGPROBS_LIMIT.
@@ -135,9 +133,6 @@ class RunningRequest(AsyncIterator[Event]):
 
     async def reached(self, receive: Receive) -> None:
         """Wait until it is known which models there are.
-
-        Args:
-            receive: as for `start`.
 
         Raises:
             GatewayError: the deadline passed, the client hung up, or the gateway is shutting down.
@@ -223,10 +218,7 @@ class RunningRequest(AsyncIterator[Event]):
     ) -> T:
         """Wait for admission, then for `work`, which returns the whole answer; ending the running cancels it.
 
-        Args:
-            work: makes the call to the upstream.
-            receive: as for `start`.
-            admission: grants the permit; None: the one for generations.
+        `admission` grants the permit; None: the one for generations.
 
         Raises:
             GatewayError: as for `start`.

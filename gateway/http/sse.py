@@ -132,12 +132,7 @@ async def _wait_until_left(receive: Receive, left: asyncio.Future[Message]) -> N
 
 
 class _Stopwatch:
-    """Lets `limit` expire when a write takes too long: `since` is when it began, None between two.
-
-    Args:
-        limit: of the task that writes.
-        timeout_s: seconds that one write may take.
-    """
+    """Lets `limit` expire when a write takes too long: `since` is when it began, None between two."""
 
     def __init__(self, limit: asyncio.Timeout, timeout_s: float) -> None:
         self.since: float | None = None

@@ -5,14 +5,7 @@ from starlette.responses import Response
 
 from gateway.errors import InvalidRequestError, UnavailableError
 from gateway.http.openapi import body_of, complete
-from gateway.http.routes import (
-    AnsweringDep,
-    GatewayDep,
-    InferenceKey,
-    RecordDep,
-    reading_of,
-    respond_with,
-)
+from gateway.http.routes import AnsweringDep, GatewayDep, InferenceKey, RecordDep, reading_of, respond_with
 from gateway.openai.responses_answer import InputTokens
 from gateway.openai.responses_request import InputTokensRequest
 from gateway.openai.tokenize import (

@@ -260,6 +260,7 @@ class ChunksAnswer(Answer):
         self._continuous_usage = bool(options.continuous_usage_stats)
         self._no_usage = None if options.include_usage else UNSET
         self._unfinished = request.choices
+        self._choices_each = request.n or 1
         self._counts: TokenCounts | None = None
 
     def begin(self) -> bytes:
@@ -291,8 +292,12 @@ class ChunksAnswer(Answer):
         """Return the chunks of one delta, with `usage` in each."""
 
     def _encode(self, choices: Sequence[Struct], usage: Usage | UnsetType | None, **rest: Any) -> bytes:
-        """Return a chunk of these choices."""
         return encode(self.chunk(**self._head, choices=choices, usage=usage, **rest))
+
+    def _prompt_ids(self, choice: int = 0) -> list[int] | UnsetType:
+        """Return the ids of the prompt of `choice`, if requested; every prompt has as many choices."""
+        ids = self.accepted.prompt_token_ids
+        return UNSET if ids is None else list(ids[choice // self._choices_each])
 
     def _usage(self, completion_tokens: int) -> Usage | UnsetType | None:
         """Return the usage in a chunk after which so many tokens were sent."""

@@ -7,15 +7,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.core.events import (
-    Accepted,
-    CallPart,
-    Delta,
-    Event,
-    FinishReason,
-    StopReason,
-    TokenLogprob,
-)
+from gateway.core.events import CallPart, Delta, Event, FinishReason, StopReason, TokenLogprob
 from gateway.openai.answer import (
     ChunksAnswer,
     Document,
@@ -173,13 +165,7 @@ def new_call_id() -> str:
 def logprobs_document(
     tokens: Sequence[TokenLogprob], *, as_ids: bool = False, no_bytes: list[int] | None = None
 ) -> ChoiceLogprobs:
-    """Write log-probabilities.
-
-    Args:
-        tokens: in order.
-        as_ids: name tokens by their ids.
-        no_bytes: the bytes of a token that is not text.
-    """
+    """Write log-probabilities; `no_bytes` are the bytes of a token that is not text."""
     return ChoiceLogprobs(
         [
             TokenLogprobContent(
@@ -235,7 +221,7 @@ class ChatAnswer(ChunksAnswer):
                 for answer in answers
             ],
             usage=usage,
-            prompt_token_ids=_prompt_ids(self.accepted),
+            prompt_token_ids=self._prompt_ids(),
             # The same with each choice: there is one prompt.
             prompt_logprobs=prompt_logprobs_document(answers[0].prompt_logprobs, request.prompt_logprobs),
         )
@@ -273,7 +259,7 @@ class ChatAnswer(ChunksAnswer):
         usage = self._usage(0)
         first, *others = ([ChunkChoice(index, role)] for index in range(self._request.choices))
         return [
-            self._encode(first, usage, prompt_token_ids=_prompt_ids(self.accepted)),
+            self._encode(first, usage, prompt_token_ids=self._prompt_ids()),
             *(self._encode(each, usage) for each in others),
         ]
 
@@ -326,8 +312,3 @@ class ChatAnswer(ChunksAnswer):
 def finish_reason(request: ChatRequest, reason: FinishReason) -> ChatFinishReason:
     """Write a finish reason in the form that `request` has for calls."""
     return "function_call" if request.functions and reason == "tool_calls" else reason
-
-
-def _prompt_ids(accepted: Accepted) -> list[int] | UnsetType:
-    """Write the ids of the conversation, which is its request's only prompt."""
-    return UNSET if accepted.prompt_token_ids is None else list(accepted.prompt_token_ids[0])

@@ -11,15 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from pydantic import Discriminator, Field, Tag
 
-from gateway.core.events import (
-    Accepted,
-    Delta,
-    Event,
-    FinishReason,
-    PromptLogprob,
-    StopReason,
-    TokenLogprob,
-)
+from gateway.core.events import Delta, Event, FinishReason, PromptLogprob, StopReason, TokenLogprob
 from gateway.core.request import Generation, PlainText, TokenIds
 from gateway.errors import InvalidRequestError
 from gateway.openai.answer import (
@@ -209,14 +201,10 @@ class LogprobsWriter:
     def _place(self, utf8: bytes) -> int:
         """Return the offset of the character that `utf8` begins or continues, and advance by it."""
         begun, _ = self._decoder.getstate()
-        place = self._characters + (0 if _continues(utf8[:1]) else len(begun))
+        continues = b"\x80" <= utf8[:1] < b"\xc0"  # as only the bytes within a character do
+        place = self._characters + (0 if continues else len(begun))
         self._characters += len(self._decoder.decode(utf8, not utf8))  # a token without text ends a character
         return place
-
-
-def _continues(byte: bytes) -> bool:
-    """Return whether `byte` (or nothing) continues a UTF-8 character instead of beginning one."""
-    return b"\x80" <= byte < b"\xc0"
 
 
 class CompletionChoice(Struct, frozen=True):
@@ -284,7 +272,7 @@ class CompletionAnswer(ChunksAnswer):
                     answer.text,
                     self._logprobs(answer),
                     answer.finish_reason,
-                    _prompt_ids(self.accepted, request, answer.index),
+                    self._prompt_ids(answer.index),
                     answer.token_ids if request.return_token_ids else UNSET,
                     answer.stop_reason,
                     prompt_logprobs_document(answer.prompt_logprobs, request.prompt_logprobs),
@@ -313,14 +301,8 @@ class CompletionAnswer(ChunksAnswer):
             delta.text,
             self._writers[index].write(logprobs) if logprobs or delta.logprobs is not None else None,
             delta.finish_reason,
-            UNSET if started else _prompt_ids(self.accepted, self._request, index),
+            UNSET if started else self._prompt_ids(index),
             UNSET if delta.token_ids is None else list(delta.token_ids),
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )
         return [self._encode([choice], usage)]
-
-
-def _prompt_ids(accepted: Accepted, request: CompletionRequest, choice: int) -> list[int] | UnsetType:
-    """Write the ids of the prompt of `choice`, if requested; every prompt has the same number of choices."""
-    ids = accepted.prompt_token_ids
-    return UNSET if ids is None else list(ids[choice // (request.n or 1)])

@@ -176,7 +176,7 @@ class Strict(BaseModel):
         neutral = cls.unsupported
         for name, value in document.items():
             if name in neutral and not _asks_nothing(value, neutral[name]):
-                refusal = cls.refusals.get(name) or _UNSUPPORTED + _only(neutral[name])
+                refusal = cls.refusals.get(name) or f"is not supported by this server{_only(neutral[name])}"
                 raise fault(name, refusal, "unsupported")
         # Null, false and what is empty ask for nothing, but where something else does.
         unknown = (
@@ -277,14 +277,10 @@ def text_of(content: str | Sequence[AnyPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
-def _forgotten(_value: Any) -> None:
-    return None
-
-
 Content = Annotated[str | Items[P], AfterValidator(text_of)]
 """A text, or parts of one, which validation joins."""
 
-Unread = Annotated[Any, AfterValidator(_forgotten)]
+Unread = Annotated[Any, AfterValidator(lambda _: None)]
 """Any JSON value; it is dropped."""
 
 
@@ -365,7 +361,7 @@ def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequest
         case "missing":
             return InvalidRequestError(f"Missing required parameter: {dotted}.", param=dotted)
         case "unsupported":
-            return _unsupported(dotted, message)
+            return InvalidRequestError(f"The parameter {dotted} {message}.", param=dotted)
     return InvalidRequestError(f"{dotted}: {message}" if dotted else message, param=dotted or None)
 
 
@@ -383,13 +379,6 @@ def _path_in(document: Any, location: Sequence[int | str], *, missing: bool) -> 
             continue
         path.append(part)
     return [*path, location[-1]] if missing else path
-
-
-_UNSUPPORTED = "is not supported by this server"
-
-
-def _unsupported(path: str, refusal: str) -> InvalidRequestError:
-    return InvalidRequestError(f"The parameter {path} {refusal}.", param=path)
 
 
 def _asks_nothing(value: Any, neutral: Any) -> bool:

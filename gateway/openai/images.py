@@ -18,7 +18,6 @@ _DATA: Final = re.compile(rf"data:{MEDIA_TYPE};base64,")
 
 
 def _data_url(url: str) -> str:
-    """Return `url`, a data: URL of an image."""
     found = _DATA.match(url)
     if found is None:
         raise ValueError(

@@ -13,11 +13,7 @@ from gateway.core.events import Delta, FinishReason, Reasoning, Timings, TokenLo
 from gateway.errors import GatewayError, InvalidRequestError, RateLimitError
 from gateway.openai.answer import EventsAnswer, incomplete, new_id
 from gateway.openai.chat_answer import TokenLogprobContent, logprobs_document, new_call_id
-from gateway.openai.responses_request import (
-    FlatJsonSchemaFormat,
-    ResponsesRequest,
-    TextConfig,
-)
+from gateway.openai.responses_request import FlatJsonSchemaFormat, ResponsesRequest, TextConfig
 from gateway.openai.tools import ChoiceMode
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

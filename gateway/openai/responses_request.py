@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    Tag,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.request import (
@@ -28,7 +21,6 @@ from gateway.core.request import (
     NamedTool,
     ToolOffer,
 )
-from gateway.core.upstream import Tokenization
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import REASONED, Effort, RefusalPart, Switches
 from gateway.openai.document import (
@@ -55,6 +47,7 @@ from gateway.openai.structured import (
     StructuredRequest,
     format_grammar,
 )
+from gateway.openai.tokenize import CountingRequest
 from gateway.openai.tools import BY_CHOICE, CallId, ChoiceMode, Function, FunctionCall, ToolName, offer_of
 from wire.limits import TOOLS_LIMIT, TOP_LOGPROBS_LIMIT
 
@@ -407,19 +400,5 @@ class ResponsesRequest(_InputRequest, GenerationRequest):
         super().check()
 
 
-class InputTokensRequest(_InputRequest):
+class InputTokensRequest(_InputRequest, CountingRequest):
     """A request to count the tokens of a prompt. Null means absent everywhere."""
-
-    def check(self) -> None:
-        """Refuse parameters that are valid alone but not together."""
-        _ = self.continued, self.grammar  # which refuse what is wrong with them
-
-    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
-        """Return the tokenization to run."""
-        return Tokenization(
-            request_id=request_id,
-            model=self.model,
-            prompt=self.continued,
-            deadline=deadline,
-            grammar=self.grammar,
-        )

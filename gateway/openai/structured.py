@@ -102,7 +102,6 @@ class JsonSchemaFormat(Strict, place="response_format"):
 
 
 def _tag(value: Any) -> str | None:
-    """Return the tag of the format that `value` is, by its type."""
     return {"text": "<plain>", "json_object": "<plain>", "json_schema": "<schema>"}.get(type_of(value) or "")
 
 
@@ -300,11 +299,7 @@ def _decoded(text: str, field: str) -> dict[str, Any]:
 
 
 def check_repeats(patterns: Iterable[str], field: str) -> None:
-    """Refuse expressions that repeat a part too often.
-
-    Args:
-        patterns: regular expressions.
-        field: the request's, that they came with.
+    """Refuse regular expressions that repeat a part too often.
 
     Raises:
         InvalidRequestError: one does; `param` is `field`.

@@ -1,10 +1,12 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`: requests and answers, as vLLM has them."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 from pydantic import Field
 
 from gateway.chat.conversation import chat_form
@@ -27,7 +29,30 @@ _OF_MESSAGES: Final = (
 )
 
 
-class TokenizeRequest(ToolsRequest, StructuredRequest):
+class CountingRequest(StructuredRequest, ABC):
+    """A request for the tokens of a prompt. Null means absent everywhere."""
+
+    @cached_property
+    @abstractmethod
+    def continued(self) -> Conversation | PlainText:
+        """The prompt."""
+
+    def check(self) -> None:
+        """Refuse parameters that are valid alone but not together."""
+        _ = self.continued, self.grammar  # which refuse what is wrong with them
+
+    def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
+        """Return the tokenization to run."""
+        return Tokenization(
+            request_id=request_id,
+            model=self.model,
+            prompt=self.continued,
+            deadline=deadline,
+            grammar=self.grammar,
+        )
+
+
+class TokenizeRequest(ToolsRequest, CountingRequest):
     """A text, or a conversation as in a chat request, with the parameters that decide how its answer begins.
 
     Null means absent everywhere.
@@ -61,18 +86,14 @@ class TokenizeRequest(ToolsRequest, StructuredRequest):
                 "Messages have the ids that begin every prompt; add_special_tokens would add them again.",
                 param="add_special_tokens",
             )
-        _ = self._subject, self.grammar  # which refuse what is wrong with them
+        super().check()
 
     def tokenization(self, *, request_id: str, deadline: float) -> Tokenization:
         """Return the tokenization to run."""
-        return Tokenization(
-            request_id=request_id,
-            model=self.model,
-            prompt=self._subject,
-            deadline=deadline,
+        return replace(
+            super().tokenization(request_id=request_id, deadline=deadline),
             prefix=self.add_special_tokens is not False,
             answer_next=self.add_generation_prompt is not False,
-            grammar=self.grammar,
             strings=bool(self.return_token_strs),
         )
 
@@ -82,7 +103,8 @@ class TokenizeRequest(ToolsRequest, StructuredRequest):
         return "prompt" if self.messages is None else "messages"
 
     @cached_property
-    def _subject(self) -> Conversation | PlainText:
+    def continued(self) -> Conversation | PlainText:
+        """The text, or the conversation and the tools."""
         if self.prompt is not None:
             return PlainText(self.prompt)
         return conversation(
@@ -141,12 +163,7 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 
 
 def tokenizer_info(chat_format: str, max_context: int | None, vocabulary: int | None) -> TokenizerInfo:
-    """Describe the tokenizer of a model.
-
-    Args:
-        chat_format: the name of its chat format.
-        max_context: tokens of prompt and answer together; None: not known.
-        vocabulary: number of its ids; None: not known.
+    """Describe the tokenizer of a model, given what its `ModelCard` says.
 
     Raises:
         UpstreamProtocolError: the chat format is not known here.

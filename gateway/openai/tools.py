@@ -171,13 +171,8 @@ def offer_of(
 ) -> ToolOffer | None:
     """Return the offer of `functions`; None: no tools.
 
-    Args:
-        functions: the ones that may be called.
-        choice: which must be called, or may be.
-        path: of a function in the request, with `{}` for its index.
-        field: the name in the request of the functions.
-        choice_field: that of the choice.
-        single: at most one call in the answer.
+    `field` and `choice_field` are the names in the request of the functions and of the choice, `path` that of
+    one function, with `{}` for its index. `single`: at most one call in the answer.
 
     Raises:
         InvalidRequestError: functions and choice contradict each other.
@@ -220,8 +215,7 @@ class ToolsRequest(Body):
     def offer(self, *, single: bool) -> ToolOffer | None:
         """Return the tools offered to the model, and which of them it has to call; None: no tools.
 
-        Args:
-            single: at most one call in the answer; of functions, there never are several.
+        `single`: at most one call in the answer; of functions, there never are several.
 
         Raises:
             InvalidRequestError: the fields about them contradict each other.

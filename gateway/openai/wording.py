@@ -23,12 +23,7 @@ OBJECT_OF_TYPE: Final = "object_type"
 
 
 def worded(fault: Mapping[str, Any], alternatives: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the message of one of pydantic's errors.
-
-    Args:
-        fault: the error.
-        alternatives: those of the other branches, if it is about a value that may have several types.
-    """
+    """Return the message of one of pydantic's errors; `alternatives` are those of other branches."""
     context = fault.get("ctx", {})
     match fault["type"]:
         case kind if kind == OBJECT_OF_TYPE and not isinstance(fault["input"], dict):

@@ -61,12 +61,7 @@ class UnloadReason(enum.StrEnum):
 
 
 class ModelControl:
-    """Controls models, one change of each model at a time.
-
-    Args:
-        backends: the Tritons.
-        options: the pool's.
-    """
+    """Controls models, one change of each model at a time."""
 
     def __init__(self, backends: Backends, options: PoolOptions) -> None:
         self._backends = backends
@@ -81,10 +76,7 @@ class ModelControl:
         Tritons load at the same time, but reload one after the other, so that the others go on serving and a
         broken checkpoint takes down only one of them.
 
-        Args:
-            model: its id.
-            reload: whether to reload what is loaded.
-            upstream: the address of one Triton; None: all that have the model.
+        `upstream` is the address of one Triton; None: all that have the model.
 
         Raises:
             GatewayError: the error of the first Triton that failed; the others may have been changed.
@@ -99,11 +91,6 @@ class ModelControl:
         self, model: str, *, upstream: str | None, reason: UnloadReason = UnloadReason.ADMIN
     ) -> list[EntriesChanged]:
         """Unload `model` where it is loaded, after its requests in flight have ended.
-
-        Args:
-            model: its id.
-            upstream: as for `load`.
-            reason: for the metrics.
 
         Raises:
             GatewayError: as for `load`.

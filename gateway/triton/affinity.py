@@ -72,9 +72,7 @@ def _digest(parts: Sequence[str]) -> bytes:
 def nearest(replicas: Sequence[Replica], key: bytes) -> Replica:
     """Return the replica for a conversation: its first one that has less than its share of what runs.
 
-    Args:
-        replicas: at least one, all able to take the request.
-        key: made by `prefix_key`.
+    There is at least one, and all are able to take the request.
     """
     share = (sum(replica.outstanding for replica in replicas) + 1) / len(replicas)
     # Rounded down, since of few requests one more is much of a share; but there must be room for all.

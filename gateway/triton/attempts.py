@@ -71,12 +71,9 @@ class Attempts:
     def next(
         self, request: Generation, channels: Channels | None, report: ModelReport
     ) -> tuple[Generation, ChannelDecoder | None]:
-        """Return `request` for the model of `report`, and what reads an answer that can be resumed.
+        """Return the first attempt's `request` for the model of `report`, and what reads a resumable answer.
 
-        Args:
-            request: the first attempt's.
-            channels: of the model's contract; None: nothing is to be resumed.
-            report: of the replica chosen.
+        `channels` are those of the model's contract; None: nothing is to be resumed.
         """
         seed = self._seed if request.seed is None else request.seed
         if self.started and self.answer is not None:

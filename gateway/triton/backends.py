@@ -98,12 +98,6 @@ class Backend:
             self._watches[model] = self._spawn(replica.watch(), f"watch {model} on {self.address}")
         return replica
 
-    def come_back(self) -> None:
-        """Take new requests again."""
-        if self.leaving is not None:
-            self.leaving.cancel()
-            self.leaving = None
-
     async def close(self, fault: Fault, detail: str) -> None:
         """Stop watching, and end its running requests with `fault`."""
         self._closed = fault, detail
@@ -112,7 +106,7 @@ class Backend:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas.values():
-            await replica.close()
+            await replica.channel.close()
         await self.client.close(fault, detail)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
@@ -160,7 +154,7 @@ class Backend:
             watch = self._watches.pop(model)
             watch.cancel()
             await asyncio.wait({watch})
-            await replica.close()
+            await replica.channel.close()
 
     async def _add_models(self, rejected: set[str]) -> None:
         """Add the models that are loaded; `rejected` are those that were logged as of another contract."""
@@ -186,12 +180,7 @@ class Backend:
 
 
 class Backends:
-    """All backends. Call `start` inside the event loop.
-
-    Args:
-        upstreams: addresses `host:port`, and names `dns:///host:port`.
-        options: the pool's.
-    """
+    """All backends, of addresses `host:port` and names `dns:///host:port`. Call `start` inside the loop."""
 
     def __init__(self, upstreams: Sequence[str], options: PoolOptions) -> None:
         self._fixed = [upstream for upstream in upstreams if name_in(upstream) is None]
@@ -304,7 +293,8 @@ class Backends:
                 )
                 self._log(address, "appeared")
             elif backend.leaving is not None:
-                backend.come_back()
+                backend.leaving.cancel()
+                backend.leaving = None
                 self._log(address, "came back")
         for backend in self.present():
             if backend.address not in wanted:

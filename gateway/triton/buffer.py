@@ -23,15 +23,12 @@ class DeltaBuffer:
 
     The generation takes both out at its client's pace. Deltas are put in without waiting, up to a limit, as
     the channel serves others, too; the reader of the own stream waits for room. Belongs to the event loop's
-    thread; one task takes, any task may put.
-
-    Args:
-        numbers: the numbers of its choices on the channel, in order.
-        now: the time on the event loop's clock, in seconds.
+    thread; one task takes, any task may put. `now` is always of its clock, in seconds.
     """
 
     def __init__(self, numbers: range, now: float) -> None:
         self.numbers = numbers
+        """Those of its choices on the channel, in order."""
         self.own: asyncio.Task[None] | None = None
         """Reads the own stream; cancelled beyond the limit, as the task that takes may be at its client's."""
         self.received = [0] * len(numbers)

@@ -53,54 +53,42 @@ class Treatment:
     """It is about the request itself: the refusal's own message is of use to the client, and no other is."""
     param: str | None = None
     """The parameter that it is about, whatever the request says."""
-    upstream_at_fault: bool = True
-    """False: the client or the gateway itself caused it, and it is not counted."""
+
+    @property
+    def upstream_at_fault(self) -> bool:
+        """Whether it is counted: neither the client nor the gateway itself caused it."""
+        return not issubclass(self.error, InvalidRequestError | ClientGoneError) and self.code != "closed"
 
 
 class Fault(enum.Enum):
     """How a call failed, and how that is treated."""
 
     INVALID_REQUEST = Treatment(
-        "invalid_request",
-        InvalidRequestError,
-        "The model refused the request.",
-        own_words=True,
-        upstream_at_fault=False,
+        "invalid_request", InvalidRequestError, "The model refused the request.", own_words=True
     )
     INVALID_GRAMMAR = Treatment(
-        "invalid_grammar",
-        InvalidRequestError,
-        "The answer cannot be held to this grammar.",
-        own_words=True,
-        upstream_at_fault=False,
+        "invalid_grammar", InvalidRequestError, "The answer cannot be held to this grammar.", own_words=True
     )
     CONTEXT_LENGTH = Treatment(
         "context_length_exceeded",
         ContextLengthError,
         "The prompt exceeds the model's context.",
         own_words=True,
-        upstream_at_fault=False,
     )
     OTHER_TASK = Treatment(
         "other_task",
         InvalidRequestError,
         "The model does not do this: some models embed, others write text.",
         param="model",
-        upstream_at_fault=False,
     )
     NO_ADAPTER = Treatment(
-        "no_adapter",
-        InvalidRequestError,
-        "The model's backend does not have this adapter.",
-        param="model",
-        upstream_at_fault=False,
+        "no_adapter", InvalidRequestError, "The model's backend does not have this adapter.", param="model"
     )
     NO_LOGIT_BIAS = Treatment(
         "no_logit_bias",
         InvalidRequestError,
         "The model's backend does not have 'logit_bias'.",
         param="logit_bias",
-        upstream_at_fault=False,
     )
     QUEUE_FULL = Treatment(
         "queue_full", RateLimitError, "The model's queue is full; try again shortly.", 1, failover=True
@@ -141,7 +129,6 @@ class Fault(enum.Enum):
         "message_too_large",
         InvalidRequestError,
         "The request, or the answer to it, is larger than the gateway takes from Triton.",
-        upstream_at_fault=False,
     )
     """The request or its answer exceeds our limit for gRPC messages."""
     TENSORS_REFUSED = Treatment(
@@ -162,13 +149,9 @@ class Fault(enum.Enum):
         "no_channel", UnavailableError, "The model cannot stream at the moment.", 1, failover=True
     )
     """The model's delta channel did not open in time."""
-    UNREAD = Treatment(
-        "unread", ClientGoneError, "The client does not read its answer.", upstream_at_fault=False
-    )
+    UNREAD = Treatment("unread", ClientGoneError, "The client does not read its answer.")
     """The client does not read, and too much is waiting for it."""
-    CLOSED = Treatment(
-        "closed", UnavailableError, "The gateway is shutting down.", 5, upstream_at_fault=False
-    )
+    CLOSED = Treatment("closed", UnavailableError, "The gateway is shutting down.", 5)
     """The gateway itself is closing its connections."""
 
     @property

@@ -97,13 +97,7 @@ class _Place:
 
 
 class OnDemand:
-    """Loads and unloads by `control`. Call `start` inside the event loop.
-
-    Args:
-        backends: the Tritons; their models are those that may be loaded.
-        control: carries the changes out.
-        policy: what is allowed.
-    """
+    """Loads the models of `backends`, and unloads them, by `control`. Call `start` inside the event loop."""
 
     def __init__(self, backends: Backends, control: ModelControl, policy: OnDemandPolicy) -> None:
         self._backends = backends
@@ -133,10 +127,6 @@ class OnDemand:
 
     async def loading(self, model: str, deadline: float) -> AsyncGenerator[None, None]:
         """Yield about every second until a replica takes requests; end at once if one does.
-
-        Args:
-            model: its id.
-            deadline: of the request that waits, of the event loop's clock.
 
         Raises:
             UnavailableError: it cannot be loaded, or not in time; the message says why.
@@ -321,13 +311,8 @@ class OnDemand:
     def _leaving(self, place: _Place, planned: Collection[str], *, at_once: bool = False) -> list[str]:
         """Return the loaded models that must go so that the others of `planned` may be loaded.
 
-        Args:
-            place: the Triton.
-            planned: more than its policy allows.
-            at_once: also what has not had its time may go, and what is not enough.
-
-        Returns:
-            The idle ones first, of which the one used least recently; none: not enough may go.
+        The idle ones come first, of which the one used least recently; none: not enough may go. `at_once`:
+        also what has not had its time may go, and what is not enough.
         """
         now = asyncio.get_running_loop().time()
         enough_s = 0.0 if at_once else self._policy.min_loaded_s

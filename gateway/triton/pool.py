@@ -88,15 +88,13 @@ class TritonUpstream:
             await self._on_demand.close()
         await self._backends.close()
 
-    async def reached(self, deadline: float) -> None:
-        """Wait for a Triton: see `gateway.core.upstream.Upstream.reached`."""
+    async def reached(self, deadline: float) -> None:  # noqa: D102 - inherited
         clock = asyncio.get_running_loop().time
         until = min(clock() + self._options.upstream_wait_s, deadline - LEFT_S)
         while not (self._knows_models() or self._closed) and clock() < until:  # noqa: ASYNC110 - no event
             await asyncio.sleep(_PAUSE_S)
 
-    async def met(self, model_id: str, deadline: float) -> None:
-        """Wait for what a model's Triton tells of it: see `gateway.core.upstream.Upstream.met`."""
+    async def met(self, model_id: str, deadline: float) -> None:  # noqa: D102 - inherited
         with self._in_use():
             async for _ in self._absence(model_id, deadline, self._options.upstream_wait_s):
                 pass
@@ -123,8 +121,7 @@ class TritonUpstream:
         """Return all replicas of the models to be served, by model."""
         return [each for model_id in self._backends.models() for each in self._backends.replicas(model_id)]
 
-    async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
-        """Run `request`: see `gateway.core.upstream.Upstream.generate`."""
+    async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:  # noqa: D102 - inherited
         attempts = Attempts(request, self._options.upstream_wait_s)
         generated = False
         with self._in_use():
@@ -153,8 +150,7 @@ class TritonUpstream:
                             yield event
                     return
 
-    async def tokenize(self, request: Tokenization) -> Tokens:
-        """Run `request`: see `gateway.core.upstream.Upstream.tokenize`."""
+    async def tokenize(self, request: Tokenization) -> Tokens:  # noqa: D102 - inherited
 
         async def ask(replica: Replica, headers: Headers) -> Tokens:
             dialect, report = replica.serving()
@@ -168,8 +164,7 @@ class TritonUpstream:
 
         return await self._call(request, ask)
 
-    async def embed(self, request: Embedding) -> Vector:
-        """Run `request`: see `gateway.core.upstream.Upstream.embed`."""
+    async def embed(self, request: Embedding) -> Vector:  # noqa: D102 - inherited
 
         async def ask(replica: Replica, headers: Headers) -> Vector:
             embedder = replica.serving()[0].embedder
@@ -348,11 +343,7 @@ class TritonUpstream:
     def _failed(self, attempts: Attempts, replica: Replica, error: TritonError, *, down: bool) -> None:
         """Record that an attempt failed; return if another one may be made, perhaps after a wait.
 
-        Args:
-            attempts: those of the request.
-            replica: where it failed.
-            error: why.
-            down: whether the replica may be down, so that the request may wait as those that come later do.
+        `down`: the replica may be down, so that the request may wait as those that come later do.
 
         Raises:
             GatewayError: it was the last attempt.

@@ -97,12 +97,7 @@ class _Served:
 
 
 class PublicModels:
-    """Serves what the settings say of models; `apply` changes it.
-
-    Args:
-        settings: the gateway's.
-        make_pool: see `MakePool`.
-    """
+    """Serves what the settings say of models; `apply` changes it."""
 
     def __init__(self, settings: Settings, make_pool: MakePool) -> None:
         self._make = make_pool
@@ -117,33 +112,28 @@ class PublicModels:
         self._created: dict[str, int] = {}
         self._retiring: dict[TritonUpstream, asyncio.Task[None]] = {}
 
-    async def start(self) -> None:
-        """Connect; see `gateway.core.upstream.Upstream.start`."""
+    async def start(self) -> None:  # noqa: D102 - inherited
         await self.apply(self._settings)
 
     async def asked(self, within_s: float) -> None:
         """Wait until the Tritons of all models were asked, those that answer, or for so long."""
         await _asked(tuple(self._pools.values()), within_s)
 
-    async def close(self) -> None:
-        """See `gateway.core.upstream.Upstream.close`."""
+    async def close(self) -> None:  # noqa: D102 - inherited
         for task in self._retiring.values():
             task.cancel()
         await asyncio.gather(*self._retiring.values(), return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in (*self._pools.values(), *self._retiring)))
 
-    async def reached(self, deadline: float) -> None:
-        """See `gateway.core.upstream.Upstream.reached`."""
+    async def reached(self, deadline: float) -> None:  # noqa: D102 - inherited
         for pool in tuple(self._pools.values()):
             await pool.reached(deadline)
 
-    async def met(self, model_id: str, deadline: float) -> None:
-        """See `gateway.core.upstream.Upstream.met`."""
+    async def met(self, model_id: str, deadline: float) -> None:  # noqa: D102 - inherited
         served = self._find(model_id)
         await served.pool.met(served.settings.entry, deadline)
 
-    def models(self) -> list[ModelCard]:
-        """See `gateway.core.upstream.Upstream.models`."""
+    def models(self) -> list[ModelCard]:  # noqa: D102 - inherited
         if self._served:
             cards = [self._card(served) for served in self._served.values()]
         else:
@@ -161,8 +151,7 @@ class PublicModels:
             )
         ]
 
-    def model(self, model_id: str) -> ModelCard:
-        """See `gateway.core.upstream.Upstream.model`."""
+    def model(self, model_id: str) -> ModelCard:  # noqa: D102 - inherited
         return self._card(self._find(model_id))
 
     def replicas(self) -> list[tuple[str, Replica]]:
@@ -188,8 +177,7 @@ class PublicModels:
                 kv_usage=report.kv_usage,
             )
 
-    def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
-        """See `gateway.core.upstream.Upstream.generate`."""
+    def generate(self, request: Generation) -> AsyncGenerator[Event, None]:  # noqa: D102 - inherited
         served = self._find(request.model)
         return served.pool.generate(served.request(request))
 
@@ -216,11 +204,7 @@ class PublicModels:
         return await served.pool.unload(served.settings.entry, upstream=upstream)
 
     async def apply(self, settings: Settings) -> None:
-        """Serve what `settings` say of models from now on; requests that run end as they began.
-
-        Args:
-            settings: the gateway's, perhaps with other models.
-        """
+        """Serve what `settings` say of models from now on; requests that run end as they began."""
         models = {name: settings.model(name) for name in settings.models}
         plans = plans_of(settings, models)
         pools = {
@@ -305,12 +289,7 @@ def _of_adapter(name: str, parent: ModelCard) -> ModelCard:
 
 
 def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Plan, list[str]]:
-    """Return what pools are needed, each with the public names that it serves.
-
-    Args:
-        settings: the gateway's.
-        models: by public name; none: whatever is found is served.
-    """
+    """Return what pools are needed, each with its public names; without models, for whatever is found."""
     if not models:
         found = Plan(upstreams=settings.upstreams, entries=(), tokenizers=settings.tokenizers, dialects=())
         return {found: []}

@@ -86,13 +86,7 @@ def _loaded_anew(before: ModelReport | None, now: ModelReport) -> bool:
 
 
 class Replica:
-    """One model on one Triton; run `watch`, its health loop, as a task.
-
-    Args:
-        model: its id, which is the name of its repository entry.
-        client: of the Triton.
-        options: the pool's.
-    """
+    """One model, which is an entry of that name, on one Triton; run `watch`, its health loop, as a task."""
 
     def __init__(self, model: str, client: Client, options: PoolOptions) -> None:
         self.model = model
@@ -174,10 +168,6 @@ class Replica:
             raise unable([self])
         return self._dialect, self.report
 
-    async def close(self) -> None:
-        """Close its delta channel; cancel `watch` first."""
-        await self.channel.close()
-
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Count a request as running on this replica."""
@@ -192,8 +182,7 @@ class Replica:
     def withdrawn(self, *, wanted: bool) -> Iterator[None]:
         """Send no new requests here during the block, because the model is being loaded or unloaded.
 
-        Args:
-            wanted: whether it is meant to be loaded afterwards.
+        `wanted`: it is meant to be loaded afterwards.
         """
         self.wanted, self._failed = wanted, False
         self._become(self._away(), "being loaded anew" if wanted else "being unloaded")

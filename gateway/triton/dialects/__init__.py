@@ -49,10 +49,6 @@ class Dialects:
 
         Reads files where the model has a tokenizer here: not for the event loop.
 
-        Args:
-            entry: its name.
-            metadata: what Triton says of its tensors.
-
         Raises:
             UpstreamProtocolError: there is none, with the inputs found; or the model's tokenizer is missing.
         """

@@ -33,7 +33,13 @@ from gateway.triton.dialects.base import (
     Tokenizer,
     TokenizerFiles,
 )
-from gateway.triton.dialects.chatglm_answer import ChatGLMAnswer, LogitsAnswer, not_understood, read
+from gateway.triton.dialects.chatglm_answer import (
+    ChatGLMAnswer,
+    LogitsAnswer,
+    not_understood,
+    read,
+    strings_of,
+)
 from gateway.triton.dialects.foreign import (
     grammar_forbids_calls,
     off_the_loop,
@@ -132,14 +138,11 @@ def _open_channel(model: str, channel_id: str) -> Request:
 
 
 def _read_frame(response: Response) -> Frame:
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-        if tensor.name == names.META:
-            try:
-                (document,) = unpack_strings(raw)
-                return decode_frame(document)
-            except (ValueError, msgspec.MsgspecError) as error:
-                raise not_understood(str(error)) from error
-    raise not_understood("a frame without its document")
+    try:
+        (document,) = strings_of(response, names.META)
+        return decode_frame(document)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise not_understood(str(error)) from error
 
 
 def _ask_for_files(model: str) -> Request:
@@ -147,14 +150,7 @@ def _ask_for_files(model: str) -> Request:
 
 
 def _read_files(responses: Sequence[Response]) -> Dialect:
-    parts = []
-    for response in responses:
-        for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-            if tensor.name == names.RESPONSE:
-                try:
-                    parts += unpack_strings(raw)
-                except ValueError as error:
-                    raise not_understood(str(error)) from error
+    parts = [part for response in responses for part in strings_of(response, names.RESPONSE)]
     return templated(text_of_archive(b"".join(parts)))
 
 

@@ -105,8 +105,7 @@ class ChatGLMAnswer:
         self._repeated: dict[int, int] = {}
         """By choice, how many log-probabilities of the prompt come again after `resume`, and are left out."""
 
-    def resume(self) -> tuple[tuple[int, ...] | None, ...]:
-        """See `ChannelDecoder.resume`."""
+    def resume(self) -> tuple[tuple[int, ...] | None, ...]:  # noqa: D102 - inherited
         self._accepted = False
         self._kept = []
         self._recounted = dict(self._counted)
@@ -116,8 +115,7 @@ class ChatGLMAnswer:
             tuple(self._ids[index]) if index in self._choices else None for index in range(len(self._ids))
         )
 
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
+    def decode(self, response: Response) -> list[Event]:  # noqa: D102 - inherited
         text, meta = read(response)
         if not self._accepted:
             if not text and meta == _HEARTBEAT:
@@ -148,8 +146,7 @@ class ChatGLMAnswer:
         return new
 
     @property
-    def complete(self) -> bool:
-        """See `ChannelDecoder.complete`."""
+    def complete(self) -> bool:  # noqa: D102 - inherited
         return not self._choices
 
     def end(self) -> Sequence[Event]:
@@ -182,7 +179,7 @@ class ChatGLMAnswer:
                 if not tokens:
                     return []
                 reader = self._choices.get(index) or self._choice(index)
-                return [Delta(pieces=reader.push_text(text), tokens=tokens, index=index)]
+                return [Delta(pieces=reader.push(text), tokens=tokens, index=index)]
             return self._detailed(index, text, tokens, document)
         return self._joined(deltas)
 
@@ -297,7 +294,7 @@ class ChatGLMAnswer:
 
     def _plain(self, index: int, text: str, tokens: int) -> Delta:
         """Return the event for a delta of text only."""
-        return Delta(pieces=self._choice(index).push_text(text), tokens=tokens, index=index)
+        return Delta(pieces=self._choice(index).push(text), tokens=tokens, index=index)
 
     def _prompt_logprobs(self, logprobs: list[wire_meta.PromptLogprob] | None) -> tuple[PromptLogprob, ...]:
         for each in logprobs or ():
@@ -343,8 +340,7 @@ class LogitsAnswer:
         """How many tokens' logits have come."""
         self._ended = False
 
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
+    def decode(self, response: Response) -> list[Event]:  # noqa: D102 - inherited
         content, meta = _read_content(response)
         if not content and meta == _HEARTBEAT:
             return [] if self._accepted is None else [Heartbeat()]
@@ -357,8 +353,7 @@ class LogitsAnswer:
             return [self._part(content, meta)]
         return [self._end(content, meta, self._accepted)]
 
-    def end(self) -> Sequence[Event]:
-        """See `AnswerDecoder.end`."""
+    def end(self) -> Sequence[Event]:  # noqa: D102 - inherited
         if not self._ended:
             raise not_understood("it ended without its final response")
         return ()
@@ -453,18 +448,27 @@ def _read_content(response: Response) -> tuple[bytes, wire_meta.Meta]:
     Raises:
         UpstreamProtocolError: it has no such outputs, or they cannot be understood.
     """
-    tensors = {
-        tensor.name: raw for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False)
-    }
     try:
-        (content,) = unpack_strings(tensors[names.RESPONSE])
-        (document,) = unpack_strings(tensors[names.META])
+        (content,) = strings_of(response, names.RESPONSE)
+        (document,) = strings_of(response, names.META)
         return content, wire_meta.decode_meta(document)
-    except KeyError as error:
-        raise not_understood(f"no output {error}") from error
-    except (ValueError, msgspec.MsgspecError) as error:
-        # ValueError: not one string, a cut tensor.
+    except (ValueError, msgspec.MsgspecError) as error:  # ValueError: not one string
         raise not_understood(str(error)) from error
+
+
+def strings_of(response: Response, output: str) -> list[bytes]:
+    """Return the strings in one of a response's outputs.
+
+    Raises:
+        UpstreamProtocolError: it has no such output, or that cannot be understood.
+    """
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if tensor.name == output:
+            try:
+                return unpack_strings(raw)
+            except ValueError as error:
+                raise not_understood(str(error)) from error
+    raise not_understood(f"no output {output!r}")
 
 
 def not_understood(what: str) -> UpstreamProtocolError:

@@ -96,12 +96,7 @@ class Contract:
         return self.ids or _COUNTS_ANSWER not in inputs
 
     def dialect(self, inputs: frozenset[str], model: ModelText) -> Dialect:
-        """Return the dialect of a model.
-
-        Args:
-            inputs: names of all its inputs.
-            model: how its conversations read.
-        """
+        """Return the dialect of a model with these inputs, whose conversations read as `model` says."""
         if "show_special" not in self.supported:
             model = model.without_special()
 
@@ -177,10 +172,6 @@ def refuse_images(prompt: Prompt, reason: str) -> None:
 def refuse_others(generation: Generation, supported: Collection[str]) -> None:
     """Refuse parameters that are not passed on to a backend, unless they change nothing.
 
-    Args:
-        generation: the request.
-        supported: names of fields of `Sampling` that the backend honours.
-
     Raises:
         InvalidRequestError: it names the parameter.
     """
@@ -195,10 +186,7 @@ def refuse_others(generation: Generation, supported: Collection[str]) -> None:
 def _constrained(generation: Generation, prompt: RenderedPrompt, model: ModelText | None) -> Generation:
     """Return a generation for `prompt`, with what its answer is held to.
 
-    Args:
-        generation: the request.
-        prompt: what was made of its prompt.
-        model: how its calls and its reasoning are written; None: the backend knows no structural tags.
+    `model` says how calls and reasoning are written; None: the backend knows no structural tags.
 
     Raises:
         InvalidRequestError: the answer may also be, or begins with, what a grammar of all of it would forbid.

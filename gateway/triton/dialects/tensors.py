@@ -29,13 +29,7 @@ DEFAULTS: Final = {name: getattr(Sampling(), name) for name in Sampling.__struct
 
 
 class Tensors:
-    """Writes the inputs of a request, those only that the model has.
-
-    Args:
-        request: gets the inputs.
-        inputs: names of the model's inputs.
-        batched: whether tensors have a first dimension of 1 for the batch.
-    """
+    """Writes those inputs of a request that the model has; `batched`: with a first dimension of 1."""
 
     def __init__(self, request: Request, inputs: Collection[str], *, batched: bool = False) -> None:
         self._request = request
@@ -81,11 +75,8 @@ class Tensors:
     ) -> None:
         """Write the parameters that are numbers, each with an input of its own.
 
-        Args:
-            generation: the request.
-            datatypes: by the parameters' names in `Sampling`.
-            names: returns the names that an input for the parameter may have.
-            seeded: a request without a seed gets one, where the backend's own is the same for all.
+        `datatypes` are by the parameters' names in `Sampling`; `names` returns those that its input may have.
+        `seeded`: a request without a seed gets one, where the backend's own is the same for all.
 
         Raises:
             InvalidRequestError: the model has none for a parameter that changes the answer.

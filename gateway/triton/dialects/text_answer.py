@@ -11,16 +11,7 @@ from msgspec import structs
 
 from gateway.chat.styles import possible_beginning
 from gateway.chat.text_tokens import TextTokens
-from gateway.core.events import (
-    Accepted,
-    Delta,
-    Event,
-    FinishReason,
-    Piece,
-    Reasoning,
-    TokenLogprob,
-    Usage,
-)
+from gateway.core.events import Accepted, Delta, Event, FinishReason, Piece, TokenLogprob, Usage
 from gateway.core.request import Generation
 from gateway.errors import UpstreamProtocolError
 from gateway.triton.dialects.base import Response
@@ -169,8 +160,6 @@ class TextAnswer:
         """How many of them the deltas have told of: only a stream's tell before the end when tokens came."""
         self._reported = False
         """Whether the backend counts its tokens."""
-        self._thoughts: list[str] = []
-        """Its reasoning, for counting."""
         self._finish: FinishReason | None = None
         """As far as it is known; more text is not read then."""
 
@@ -182,8 +171,7 @@ class TextAnswer:
     def accept(self, prompt_tokens: int | None = None) -> list[Event]:
         """Return `Accepted` the first time, and the prompt that is to be repeated: the answer begins.
 
-        Args:
-            prompt_tokens: as the backend counts them; None: it does not.
+        `prompt_tokens` is as the backend counts them; None: it does not.
         """
         if self._prompt_tokens is not None:
             return []
@@ -275,7 +263,6 @@ class TextAnswer:
         read = self._marks.push(text)
         if over:
             read += self._marks.end()
-        self._thoughts += [piece.text for piece in read if isinstance(piece, Reasoning)]
         return tuple(read)
 
     def _deltas(
@@ -300,9 +287,9 @@ class TextAnswer:
 
     def _reasoning(self) -> int:
         """Return how many of the tokens are reasoning, without its marks."""
-        if not self._thoughts or self._model.vocabulary is None:
+        if not self._marks.thoughts or self._model.vocabulary is None:
             return 0
-        return min(self._tokens, self._model.vocabulary.count("".join(self._thoughts)))
+        return min(self._tokens, self._model.vocabulary.count("".join(self._marks.thoughts)))
 
     def _counted(self) -> int:
         """Return the number of tokens: the backend's own count, or the tokenizer's of the text."""
@@ -315,11 +302,7 @@ class TextOutputs(TextAnswer):
     """Reads the outputs that text backends have in common, those of them that a model has.
 
     `text_output` has a text, `num_input_tokens` a count of the prompt's tokens; `num_output_tokens` and
-    `finish_reason` tell of the text.
-
-    Args:
-        before: as for `Growth`.
-        answer: what a `TextAnswer` takes.
+    `finish_reason` tell of the text. `before` is as for `Growth`.
     """
 
     def __init__(
@@ -334,8 +317,7 @@ class TextOutputs(TextAnswer):
         super().__init__(generation, model, prompt, **answer)
         self._growth = Growth(before)
 
-    def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
+    def decode(self, response: Response) -> list[Event]:  # noqa: D102 - inherited
         found = outputs(response)
         events = self.accept(_first(found, "num_input_tokens"))
         texts = found.get("text_output", [])
@@ -356,8 +338,7 @@ class TextOutputs(TextAnswer):
     def logprobs_in(self, found: Mapping[str, Sequence[Any]]) -> tuple[TokenLogprob, ...] | None:
         """Return the text's log-probabilities, which each backend that has some reports in its own way."""
 
-    def end(self) -> list[Event]:
-        """See `AnswerDecoder.end`."""
+    def end(self) -> list[Event]:  # noqa: D102 - inherited
         return self.rest(self._growth.end()) + super().end()
 
 

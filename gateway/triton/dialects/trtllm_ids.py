@@ -112,7 +112,6 @@ class _Answer(TextAnswer):
         """Whether the ids may begin with the prompt's: the model's configuration says so, not the request."""
 
     def decode(self, response: Response) -> list[Event]:
-        """See `AnswerDecoder.decode`."""
         found = outputs(response)
         lengths = found.get("sequence_length", [])
         ids = tuple(found.get("output_ids", [])[: lengths[0] if lengths else None])
@@ -122,7 +121,6 @@ class _Answer(TextAnswer):
         return [*self.accept(), *self._take(ids, found.get("output_log_probs", ()))]
 
     def end(self) -> list[Event]:
-        """See `AnswerDecoder.end`."""
         events = [*self.accept(), *self.rest(self._text.end()), *super().end()]
         if isinstance(last := events[-1], Delta) and last.stop_reason is None:
             events[-1] = structs.replace(last, stop_reason=self._stopped_by_id)

@@ -99,6 +99,7 @@ def test_several_calls(style: str, text: str) -> None:
         ("hermes", CALLS["hermes"].replace("weather", "steal")),
         ("hermes", "<tool_call>{broken</tool_call>"),
         ("hermes", '<tool_call>{"name": "weather", "arguments": "x"}</tool_call>'),
+        ("hermes", '<tool_call>[{"name": "weather"}, 1, {"tool": "weather"}]</tool_call>'),
         ("hermes", "if a <tool"),
         ("glm45", "<tool_call>weather\n<arg_key>city</arg_key></tool_call>"),
         ("glm45", "<tool_call></tool_call>"),
@@ -123,6 +124,7 @@ def test_what_is_no_call_stays_text(style: str | None, text: str, cuts: list[int
 def test_a_call_that_may_have_no_arguments() -> None:
     assert read('{"name": "time", "parameters": null}', "llama3")[2] == [CallPart("time", "{}")]
     assert read('<tool_call>{"name": "time"}</tool_call>', "hermes")[2] == [CallPart("time", "{}")]
+    assert len(read('<tool_call>{"name": "time"}; [{"name": "time"}]</tool_call>', "hermes")[2]) == 2
     assert read("<tool_call>time\n</tool_call>", "glm45")[2] == [CallPart("time", "{}")]
 
 
@@ -469,7 +471,7 @@ def test_an_answer_is_the_same_however_it_is_cut() -> None:
     text = "".join(TOKENS)
     for size in (1, 3, 7, len(text)):
         reader = choice("now")
-        parts = [part for at in range(0, len(text), size) for part in reader.push_text(text[at : at + size])]
+        parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
         assert joined_pieces([*parts, *reader.finish()]) == WHOLE
         assert reader.reason("stop") == "tool_calls"
         assert reader.reason("length") == "length"
@@ -478,9 +480,9 @@ def test_an_answer_is_the_same_however_it_is_cut() -> None:
 def test_white_space_before_the_text_is_dropped() -> None:
     reader = choice(thinks=False)
     parts = [
-        *reader.push_text("\n"),
-        *reader.push_text(" \nYes"),
-        *reader.push_text("\n no"),
+        *reader.push("\n"),
+        *reader.push(" \nYes"),
+        *reader.push("\n no"),
         *reader.finish(),
     ]
     assert joined_pieces(parts) == ("Yes\n no",)

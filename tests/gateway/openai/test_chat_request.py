@@ -274,6 +274,10 @@ def test_a_real_parameter_is_told_from_an_unknown_one() -> None:
     for name in ChatMessage.unsupported:
         with pytest.raises(InvalidRequestError, match=re.escape(ChatMessage.refusals.get(name, usual))):
             read(messages=[{**USER, name: {"some": "thing"}}])
+    with pytest.raises(InvalidRequestError, match=re.escape(f'{usual}; only ["text"] is.')):
+        read(modalities=["audio"])
+    with pytest.raises(InvalidRequestError, match=re.escape(f"{usual}.")):
+        read(documents=[1])
     with pytest.raises(InvalidRequestError, match="Unknown parameter"):
         read(some="thing")
 

@@ -36,7 +36,7 @@ async def watched(triton: Any, policy: HealthPolicy, *tokenizers: str) -> AsyncI
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    await replica.close()
+    await replica.channel.close()
     await client.close()
 
 
