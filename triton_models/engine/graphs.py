@@ -228,7 +228,6 @@ class PromptsSize(NamedTuple):
 
     rows: int
     tiles: int
-    divided: bool
 
 
 class CapturedSteps:
@@ -322,7 +321,7 @@ class CapturedSteps:
         size = graphs.size_for(rows) if graphs else None
         if size is None or tiles > (room := self._tiles_in(size, divided=divided)):
             return None
-        return PromptsSize(size, room, divided)
+        return PromptsSize(size, room)
 
     def decode(self, slots: Tensor) -> Tensor:
         """Return the logits of `slots`, [D] int64 including padding; the next call overwrites the result."""

@@ -1,5 +1,6 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeGuard
@@ -58,6 +59,8 @@ from triton_models.engine.models import (
     Tile,
 )
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
+
+log = logging.getLogger(__name__)
 
 _FP8_MULTIPLE = 16
 """What the library's product of 8-bit numbers needs N and K to be a multiple of."""
@@ -140,14 +143,20 @@ class CudaOperations:
         return not (self._library and long_chunk(chunks))
 
     def warm_up(self, rows: int, context: int) -> None:
-        """Have the library plan its work for each number of earlier tokens."""
+        """Have the library plan its work for each number of earlier tokens; what it refuses is ours to do."""
         if not self._library:
             return
         cached = self._cache.keys[0], self._cache.values[0]
-        queries = cached[0].new_zeros((rows, self._query_heads, cached[0].shape[-1]))
+        # Plans are for strides, too: queries are the first heads of a product, as in `attend`.
+        heads = self._query_heads + 2 * self._kv_heads
+        queries = cached[0].new_zeros((rows, heads, cached[0].shape[-1]))[:, : self._query_heads]
         tables = cached[0].new_zeros((1, context // self._cache.block_size), dtype=torch.int32)
-        for offset in range(LEAST_KEYS, context, KEYS):
-            attend_earlier(queries, *cached, tables, ChunkRows(0, 0, rows, offset))
+        try:
+            for offset in range(LEAST_KEYS, context, KEYS):
+                attend_earlier(queries, *cached, tables, ChunkRows(0, 0, rows, offset))
+        except RuntimeError as error:
+            log.warning("cuDNN does not attend to what precedes long prompts' chunks: %s", error)
+            self._library = False
 
     def reset(self) -> None:
         """Zero the counters that a failed launch may have left."""

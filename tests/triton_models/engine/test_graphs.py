@@ -134,7 +134,7 @@ def test_a_small_step_may_have_more_tiles_than_the_largest(monkeypatch: pytest.M
     captured.capture()
     step.steps.clear()
     size = captured.size_for(30, 90, divided=False)
-    assert size == PromptsSize(32, 96, divided=False)
+    assert size == PromptsSize(32, 96)
     tokens, tiles = torch.full((3 * 32,), 1), torch.arange(7 * 96)
     captured.prompts(tokens, tiles, divided=False)
     ((_, layout),) = step.steps
@@ -148,8 +148,8 @@ def test_steps_of_few_rows_are_captured_with_divided_tiles_as_well(monkeypatch: 
     captured = CapturedSteps(step, vocabulary=64, largest=96, operations=Tiled())
     captured.capture()
     step.steps.clear()
-    assert captured.size_for(30, 90, divided=False) == PromptsSize(32, 96, divided=False)
-    assert captured.size_for(30, 90, divided=True) == PromptsSize(32, 146, divided=True)
+    assert captured.size_for(30, 90, divided=False) == PromptsSize(32, 96)
+    assert captured.size_for(30, 90, divided=True) == PromptsSize(32, 146)
     assert captured.size_for(30, 147, divided=True) is None
     assert captured.size_for(33, 1, divided=True) is None
     for divided in (True, False):

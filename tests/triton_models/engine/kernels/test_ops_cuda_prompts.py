@@ -11,6 +11,7 @@ from triton_models.engine import graphs, ops_cuda
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
+from triton_models.engine.kernels.attention_library import KEYS
 from triton_models.engine.kernels.attention_prefill import FEW_ROWS, MANY_ROWS, make_tiles
 from triton_models.engine.models import ChunkRows, KVShape, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
@@ -102,6 +103,48 @@ def test_divided_attention_is_close_to_plain(device: torch.device, monkeypatch: 
         operations.begin(layout)
         results.append(operations.attend(0, projected.clone(), None))
     assert_close(results[1], results[0].double())
+
+
+def test_the_library_plans_ahead_what_long_prompts_need(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are for shapes and strides: the warm-up has those of steps. What it refuses is ours to do."""
+    asked, rows, context = [], 1024, 4 * KEYS
+    monkeypatch.setattr(ops_cuda, "has_library", lambda *_: True)
+    monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
+    monkeypatch.setattr(ops_cuda, "prefill_attention", Mock())
+    monkeypatch.setattr(
+        ops_cuda,
+        "attend_earlier",
+        lambda queries, _keys, _values, _tables, chunk: asked.append(
+            (queries.shape, queries.stride(), chunk.offset // KEYS)
+        ),
+    )
+    shape = KVShape(layers=1, heads=2, head_dim=16)
+    model = SimpleNamespace(kv_shape=shape, query_heads=4, dtype=torch.bfloat16, device=device)
+    cache = KVCache(shape, blocks=1, block_size=64, dtype=torch.bfloat16, device=device)
+    operations = CudaOperations(model, cache, rows=1)
+    operations.warm_up(rows, context)
+    assert [keys for *_, keys in asked] == [2, 3]
+    chunk = ChunkRows(0, 0, rows, 3 * KEYS + 64)
+    assert not operations.captures([chunk])
+    assert operations.captures([ChunkRows(0, 0, rows, 64)])
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    layout = StepLayout(
+        tables=positions.int()[:1, None],
+        slots=positions.int(),
+        positions=positions,
+        decode_lengths=positions[:0].int(),
+        longest_decode=0,
+        chunks=(chunk,),
+        tiles=torch.tensor(operations.tiles([chunk]), dtype=torch.int32, device=device),
+    )
+    operations.begin(layout)
+    operations.attend(0, torch.zeros(rows, 8, 16, dtype=torch.bfloat16, device=device), None)
+    assert asked[2] == asked[1]
+    monkeypatch.setattr(ops_cuda, "attend_earlier", Mock(side_effect=RuntimeError("no plan")))
+    operations.warm_up(rows, context)
+    assert operations.captures([chunk])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
