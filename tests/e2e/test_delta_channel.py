@@ -147,11 +147,13 @@ async def test_a_channel_lost_under_load_leaves_no_stream_silent(
         ends: list[tuple[str, str]] = []
         for _ in range(2):
             begun = [asyncio.Event() for _ in range(16)]
-            tasks = [asyncio.create_task(lasting(client, each, temperature=0)) for each in begun]
-            # One that has not begun is refused if the next channel does not open in time.
-            await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), 100)
-            opened = proxy.opened
-            proxy.reset_channels()
+            # Slowed: the engine would have written all answers before the last of them is read.
+            with slowed(up.stub("chatglm3")):
+                tasks = [asyncio.create_task(lasting(client, each, temperature=0)) for each in begun]
+                # One that has not begun is refused if the next channel does not open in time.
+                await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), 100)
+                opened = proxy.opened
+                proxy.reset_channels()
             ends += await asyncio.wait_for(asyncio.gather(*tasks), 100)
         assert await lasting(client, temperature=0) == expected
         assert proxy.opened > opened
