@@ -78,11 +78,6 @@ def answers(url: str) -> bool:
     return False
 
 
-SLOW_MODELS = {"CC": "none"}
-"""No compiler, so that torch computes: many tests look at answers while they run, which compiled models end
-too soon. The latter serve where only answers are read, as in the tests of clients and of the quick start."""
-
-
 class Command:
     """A program that a test started: what it writes, every process that it ever had below it, and its end.
 
@@ -102,7 +97,7 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **SLOW_MODELS, **(env or {})},
+                env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
         ).result()

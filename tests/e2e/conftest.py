@@ -1,6 +1,7 @@
 """Servers that are started once for all tests that do not break them."""
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import openai
@@ -34,9 +35,9 @@ def up() -> Iterator[UpProcess]:
 
 
 @pytest.fixture
-def own_up() -> Iterator[UpProcess]:
-    """One that a test may break."""
-    process = UpProcess("--model", str(GOLDEN / "chatglm3"), "--no-resume")
+def own_up(tmp_path: Path) -> Iterator[UpProcess]:
+    """One that a test may break, amid long answers."""
+    process = UpProcess("--model", str(write_long_answers(tmp_path / "chatglm3")), "--no-resume")
     try:
         yield process.wait_ready()
     finally:
@@ -86,7 +87,7 @@ def sdk(up: UpProcess) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def demo_up() -> Iterator[UpProcess]:
     """The built-in model, which is what `tritongate up` serves unless it is told otherwise."""
-    process = UpProcess(compiled=True)
+    process = UpProcess()
     try:
         yield process.wait_ready()
         assert process.stop() == 0
@@ -108,9 +109,10 @@ def collector() -> Iterator[Receiver]:
 
 @pytest.fixture(scope="session")
 def traced(collector: Receiver) -> Iterator[UpProcess]:
-    """One model behind two gateway processes, whose traces the collector gets."""
+    """One model behind two gateway processes, whose traces the collector gets; as if without a C compiler."""
     model = ("--model", str(GOLDEN / "chatglm3"), "--workers", "2")
-    process = UpProcess(*model, "--trace-endpoint", collector.endpoint, "--trace-sample", "0")
+    trace = ("--trace-endpoint", collector.endpoint, "--trace-sample", "0")
+    process = UpProcess(*model, *trace, CC="none")
     try:
         yield process.wait_ready()
     finally:

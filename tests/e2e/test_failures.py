@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.e2e.field_client import FieldError, ask_batched
+from tests.e2e.long_answers import LONG
 from tests.e2e.up_process import GOLDEN, UpProcess, slowed, wait_until
 from tests.ports import free_ports
 from tests.processes import alive
@@ -46,7 +47,11 @@ async def endless_stream(sdk: openai.AsyncOpenAI, begun: asyncio.Event, killed: 
     while not killed.is_set():
         try:
             stream = await sdk.chat.completions.create(
-                model="chatglm3", messages=HELLO, stream=True, max_tokens=480, extra_body={"ignore_eos": True}
+                model="chatglm3",
+                messages=HELLO,
+                stream=True,
+                max_tokens=LONG,
+                extra_body={"ignore_eos": True},
             )
             async for _ in stream:
                 begun.set()
@@ -92,7 +97,7 @@ def endless_response(up: UpProcess, amid: threading.Event) -> list[Any]:
                     model="chatglm3",
                     input="你好",
                     stream=True,
-                    max_output_tokens=480,
+                    max_output_tokens=LONG,
                     extra_body={"ignore_eos": True},
                 )
             except openai.APIError:
@@ -124,7 +129,9 @@ def endless_kserve(up: UpProcess) -> int:
     """Ask long questions as clients of Triton do; return the status of the error that one ends with."""
     while True:
         try:
-            ask_batched(up.kserve_http, "你好", temperature="1", max_token="512", timeout_s=CLEAR_WITHIN_S)
+            ask_batched(
+                up.kserve_http, "你好", temperature="1", max_token=str(LONG), timeout_s=CLEAR_WITHIN_S
+            )
         except FieldError as error:
             return error.status
 

@@ -23,12 +23,12 @@ from tests.ports import free_ports
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 CLIENTS = 6
-TOKENS = 40
+TOKENS = 60
 """Of the shortest answer."""
 KINDS = 9
 MEANWHILE = 2 * CLIENTS
 """Answers between two replacements."""
-PAUSE_S = 0.2
+PAUSE_S = 0.6
 """Between two answers to a client: what is started meanwhile needs the processors, too."""
 WITHIN_S = 100.0
 

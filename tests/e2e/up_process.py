@@ -1,7 +1,6 @@
 """`tritongate up` as a process: how the end-to-end tests reach everything behind one command."""
 
 import contextlib
-import os
 import re
 import signal
 import sys
@@ -45,12 +44,12 @@ class UpProcess(Command):
     Args:
         arguments: its own.
         command: the program.
-        compiled: for tests that only read answers, which come in less time then: see `SLOW_MODELS`.
+        variables: of its environment.
     """
 
     python = sys.executable
 
-    def __init__(self, *arguments: str, command: Path = TRITONGATE, compiled: bool = False) -> None:
+    def __init__(self, *arguments: str, command: Path = TRITONGATE, **variables: str) -> None:
         self.port, http, grpc, metrics = free_ports(4)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.kserve_http = f"http://127.0.0.1:{http}"
@@ -59,9 +58,8 @@ class UpProcess(Command):
         ports = {"--port": self.port, "--kserve-http-port": http, "--kserve-grpc-port": grpc}
         ports["--metrics-port"] = metrics
         flags = [text for name, port in ports.items() for text in (name, str(port))]
-        variables = {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"}
-        variables |= {"CC": os.environ.get("CC", "")} if compiled else {}
-        super().__init__(command, "up", *flags, *arguments, env=variables)
+        usual = {"TRITONGATE_LOG_LEVEL": "warning", "TRITONGATE_WORKERS": "1"}
+        super().__init__(command, "up", *flags, *arguments, env=usual | variables)
 
     def wait_ready(self, timeout_s: float = START_S) -> Self:
         self.wait_for(self.is_ready, timeout_s)

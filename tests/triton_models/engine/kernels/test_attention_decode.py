@@ -192,20 +192,25 @@ def stored_before(
     return attended, *stored
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("extra", [1, 4, BY_LENGTH])
+NEW_TOKENS = {
+    "whole": (Shape(), 8, False),
+    "partial": (Shape(group=1), 3, False),
+    "padded": (Shape(group=2, head_dim=20), 5, False),
+    "blocks": (Shape(kv_heads=1, head_dim=20, block_size=64), 10, False),
+    "no pairs": (Shape(group=17, kv_heads=1, block_size=64), 0, False),
+    "unrotated": (Shape(group=1), None, False),
+    "leaning": (Shape(group=1, kv_heads=3, head_dim=20), None, True),
+}
+
+
 @pytest.mark.parametrize(
-    ("shape", "pairs", "leaning"),
+    ("shape", "pairs", "leaning", "dtype", "extra"),
     [
-        (Shape(), 8, False),
-        (Shape(group=1), 3, False),
-        (Shape(group=2, head_dim=20), 5, False),
-        (Shape(kv_heads=1, head_dim=20, block_size=64), 10, False),
-        (Shape(group=17, kv_heads=1, block_size=64), 0, False),
-        (Shape(group=1), None, False),
-        (Shape(group=1, kv_heads=3, head_dim=20), None, True),
+        # Each shape with each dtype and each share of programs, each dtype with each share.
+        pytest.param(*NEW_TOKENS[name], dtype, (1, 4, BY_LENGTH)[(place + turn) % 3], id=f"{name}-{dtype}")
+        for turn, name in enumerate(NEW_TOKENS)
+        for place, dtype in enumerate([torch.float32, torch.float16, torch.bfloat16])
     ],
-    ids=["whole", "partial", "padded", "blocks", "no pairs", "unrotated", "leaning"],
 )
 def test_new_tokens_are_rotated_and_stored_to_the_same_bits(
     device: torch.device,
