@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from gateway import version
 from gateway.anthropic import routes as anthropic
@@ -26,7 +25,7 @@ from gateway.limits.admission import Admission, Connections, Drain
 from gateway.limits.bodies import Bodies
 from gateway.limits.counters import SharedCounters
 from gateway.limits.keys import KeyLimits, Keyring
-from gateway.page.routes import page_router
+from gateway.page.routes import add_page
 from gateway.settings import Settings
 from gateway.settings.follow import as_applied, follow
 from gateway.settings.values import revealed
@@ -112,12 +111,26 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             if gateway.worker_metrics is not None:
                 await gateway.worker_metrics.close()
 
+    page = routes.new_router(include_in_schema=False)
+    if settings.chat_page:
+        add_page(page)
+    routers = (
+        routes.router,
+        tokens.router,
+        anthropic.router,
+        predict.router,
+        ops.admin_router,
+        ops.router,
+        kserve_http.router,
+        page,
+    )
     app = FastAPI(
         title="tritongate",
         version=version(),
         description="OpenAI-compatible gateway for language models on NVIDIA Triton.",
         lifespan=lifespan,
         exception_handlers=error_handlers(),
+        routes=[route for router in routers for route in router.routes],
         # `gateway.http.openapi` has both: FastAPI's own page would load scripts from another host.
         openapi_url=None,
         docs_url=None,
@@ -129,20 +142,6 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     app.state.connections = Connections(settings.max_connections, shared)
     app.state.records = Records(gateway)
     app.state.door = Door(gateway)
-    page = [page_router()] if settings.chat_page else []
-    routers = (
-        routes.router,
-        tokens.router,
-        anthropic.router,
-        predict.router,
-        ops.admin_router,
-        ops.router,
-        kserve_http.router,
-        *page,
-    )
-    for router in routers:
-        app.include_router(router)
-    app.state.routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, gateway=gateway)
     app.add_middleware(RecordMiddleware, records=app.state.records)

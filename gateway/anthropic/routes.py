@@ -1,6 +1,5 @@
 """Serves `/v1/messages`: Anthropic's Messages API, run as every other request is."""
 
-from fastapi import APIRouter
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
 
@@ -8,12 +7,12 @@ from gateway.anthropic.answer import PING, MessageDocument, MessagesAnswer, Mess
 from gateway.anthropic.errors import MessagesError
 from gateway.anthropic.request import CountTokensRequest, MessagesRequest
 from gateway.http.openapi import body_of, complete, streamed_or_complete
-from gateway.http.routes import AnsweringDep, InferenceKey, RecordDep, respond_with
+from gateway.http.routes import AnsweringDep, InferenceKey, RecordDep, new_router, respond_with
 
 _PING = ServerSentEvent(event=PING[0], data=PING[1], sep="\n")
 
 
-router = APIRouter(dependencies=[InferenceKey], default_response_class=Response)
+router = new_router(InferenceKey, default_response_class=Response)
 
 
 @router.post(

@@ -372,7 +372,7 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
     """Handle what the router itself refuses."""
     translated: GatewayError
     if error.status_code == NotFoundError.status:
-        hint = hint_at(request.scope["path"], request.app.state.routes)
+        hint = hint_at(request.scope["path"], request.app.routes)
         translated = NotFoundError("There is nothing at this path" + (f": {hint}" if hint else "."))
     elif error.status_code == MethodNotAllowedError.status:
         translated = MethodNotAllowedError(f"This path does not take {request.method} requests.")

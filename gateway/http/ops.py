@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
@@ -12,13 +12,22 @@ from gateway.core.upstream import EntriesChanged
 from gateway.errors import InvalidRequestError, UnavailableError
 from gateway.http.openapi import body_of, complete
 from gateway.http.record import NAME_LIMIT, Gateway, RequestRecord
-from gateway.http.routes import AdminKey, GatewayDep, MetricsKey, Model, OptionalBody, RecordDep, respond_with
+from gateway.http.routes import (
+    AdminKey,
+    GatewayDep,
+    MetricsKey,
+    Model,
+    OptionalBody,
+    RecordDep,
+    new_router,
+    respond_with,
+)
 from gateway.limits.admission import Phase, shutting_down
 from gateway.openai.document import read_optional_object, validate
 from gateway.telemetry.metrics import CONTENT_TYPE
 
-router = APIRouter()
-admin_router = APIRouter(dependencies=[AdminKey], default_response_class=Response)
+router = new_router()
+admin_router = new_router(AdminKey, default_response_class=Response)
 
 
 @router.get("/health")

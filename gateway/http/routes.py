@@ -332,7 +332,16 @@ def respond_with(document: Struct) -> Response:
     return Response(encode(document), media_type="application/json")
 
 
-router = APIRouter(dependencies=[InferenceKey], default_response_class=Response)
+def new_router(*dependencies: Any, **options: Any) -> APIRouter:
+    """Return a router for an app, which takes its routes as they are; each asks for its own site first.
+
+    Had the app included the router, FastAPI would make all its routes anew at the first request, and look
+    for each request's route twice.
+    """
+    return APIRouter(dependencies=[OwnSite, *dependencies], **options)
+
+
+router = new_router(InferenceKey, default_response_class=Response)
 
 
 _ANTHROPIC = "anthropic-version"

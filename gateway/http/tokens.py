@@ -1,11 +1,18 @@
 """What a model's tokenizer makes of texts and conversations: its ids, or how many there are."""
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from gateway.errors import InvalidRequestError, UnavailableError
 from gateway.http.openapi import body_of, complete
-from gateway.http.routes import AnsweringDep, GatewayDep, InferenceKey, RecordDep, reading_of, respond_with
+from gateway.http.routes import (
+    AnsweringDep,
+    GatewayDep,
+    InferenceKey,
+    RecordDep,
+    new_router,
+    reading_of,
+    respond_with,
+)
 from gateway.openai.responses_answer import InputTokens
 from gateway.openai.responses_request import InputTokensRequest
 from gateway.openai.tokenize import (
@@ -18,7 +25,7 @@ from gateway.openai.tokenize import (
     tokenizer_info,
 )
 
-router = APIRouter(dependencies=[InferenceKey], default_response_class=Response)
+router = new_router(InferenceKey, default_response_class=Response)
 
 
 @router.post(

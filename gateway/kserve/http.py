@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Send
@@ -24,6 +24,7 @@ from gateway.http.routes import (
     InferenceKey,
     OptionalBody,
     RecordDep,
+    new_router,
     read_body,
 )
 from gateway.http.run import check_limits
@@ -48,7 +49,7 @@ async def _door(request: Request) -> Door:
 
 DoorDep = Annotated[Door, Depends(_door)]
 
-router = APIRouter(include_in_schema=False)
+router = new_router(include_in_schema=False)
 """Not in the OpenAPI document: the protocol has one of its own."""
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -31,12 +31,12 @@ from starlette.responses import Response
 
 from gateway.errors import InvalidRequestError
 from gateway.http.openapi import body_of, complete
-from gateway.http.routes import GatewayDep, InferenceKey, RecordDep, read_json
+from gateway.http.routes import GatewayDep, InferenceKey, RecordDep, new_router, read_json
 from gateway.kserve.contracts import MAX_TENSORS, VERSION, InferRequest, Tensor
 from gateway.kserve.http import DoorDep, InputTensor, Items, OutputTensor, no_bool
 from gateway.openai.document import read_object, validate
 
-router = APIRouter(dependencies=[InferenceKey])
+router = new_router(InferenceKey)
 
 
 def _decode_base64(value: Any) -> bytes:

@@ -4,12 +4,11 @@ The page has no rights of its own: it sends what its user types to the same rout
 key that the user gave it. Nothing here knows models, requests or metrics.
 """
 
-from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 _STATIC: Final = Path(__file__).parent / "static"
@@ -36,23 +35,40 @@ _HEADERS: Final = {
 }
 
 
-def _route(body: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    headers = _HEADERS | {"ETag": f'"{sha256(body).hexdigest()[:16]}"'}
+class _File(NamedTuple):
+    """A file of the page."""
 
-    async def answer(request: Request) -> Response:
-        if request.headers.get("if-none-match") == headers["ETag"]:
+    body: bytes
+    media_type: str
+    etag: str
+
+    def answer(self, request: Request) -> Response:
+        headers = _HEADERS | {"ETag": self.etag}
+        if request.headers.get("if-none-match") == self.etag:
             return Response(status_code=304, headers=headers)
-        return Response(body, headers=headers, media_type=media_type)
-
-    return answer
+        return Response(self.body, headers=headers, media_type=self.media_type)
 
 
-def page_router() -> APIRouter:
-    """Return a route for each file of the page, which are read here, once."""
-    router = APIRouter(include_in_schema=False, default_response_class=Response)
-    for file in sorted(_STATIC.rglob("*")):
-        if file.suffix in _TYPES:
-            name = file.relative_to(_STATIC).as_posix()
-            path = "/" if name == _INDEX else f"/page/{name}"
-            router.add_api_route(path, _route(file.read_bytes(), _TYPES[file.suffix]))
-    return router
+def add_page(router: APIRouter) -> None:
+    """Add the routes of the page, whose files are read here, once."""
+    files = {
+        path.relative_to(_STATIC).as_posix(): _read(path)
+        for path in _STATIC.rglob("*")
+        if path.suffix in _TYPES
+    }
+    index = files.pop(_INDEX)
+
+    @router.get("/")
+    async def page(request: Request) -> Response:
+        return index.answer(request)
+
+    @router.get("/page/{name:path}")
+    async def part(name: str, request: Request) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        return files[name].answer(request)
+
+
+def _read(path: Path) -> _File:
+    body = path.read_bytes()
+    return _File(body, _TYPES[path.suffix], f'"{sha256(body).hexdigest()[:16]}"')
