@@ -81,7 +81,7 @@ class Arguments(Protocol):
 
 
 class ObjectArguments:
-    """Arguments as a JSON object, passed on as they are. A mark within a string is part of them.
+    """Arguments as a JSON object, as `JsonEnd` writes them. A mark within a string is part of them.
 
     Args:
         mark: what they end at, complete or not.
@@ -93,21 +93,23 @@ class ObjectArguments:
         self.complete = self.broken = False
 
     def take(self, text: str, *, over: bool) -> tuple[str, str]:  # noqa: D102 - inherited
-        read = 0
+        written, read = "", 0
         while True:
             place = text.find(self._mark, read) if self._mark else -1
-            stop = len(text) - possible_beginning(text, self._mark) if place < 0 else place
-            end = self._end.find(text[read:stop])
+            begun = 0 if place >= 0 or over else possible_beginning(text, self._mark)
+            stop = len(text) - begun if place < 0 else place
+            more, end = self._end.take(text[read:stop])
+            written += more
             if end is not None:
                 self.complete = True
-                return text[: read + end], text[read + end :]
-            read = stop
+                return written, text[read + end :]
             if place < 0:
-                return (text, "") if over else (text[:read], text[read:])
+                return written, text[stop:]
             if not self._end.in_string:
                 self.broken = True
-                return text[:read], text[read:]
-            read += len(self._mark)
+                return written, text[place:]
+            written += self._mark
+            read = place + len(self._mark)
 
 
 class PairArguments:
@@ -303,7 +305,7 @@ def _named(document: Any) -> CallPart | None:
 
 def _read_objects(text: str) -> list[CallPart] | None:
     """Read objects one after the other, with semicolons, commas or nothing between; or a list of them."""
-    decoder, at, documents = json.JSONDecoder(), 0, []
+    decoder, at, documents = json.JSONDecoder(strict=False), 0, []
     text = text.strip()
     try:
         while at < len(text):
