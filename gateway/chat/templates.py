@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
@@ -24,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.chat.guards import Guard, control_tokens, removed_texts, unescaped
-from gateway.core.request import Conversation, Message, ToolOffer, images_in
+from gateway.core.request import Conversation, Draft, Message, ToolOffer, images_in
 from gateway.errors import InvalidRequestError
 from wire.calls import read_json
 
@@ -200,10 +201,11 @@ class ChatTemplate:
                 **guard(conversation.switches),
             )
         except _REFUSALS as error:
-            # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's.
-            for rearrange in (_system_first, _one_by_one):
+            # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's; some
+            # questions and answers in turns, as Mistral's and Gemma's.
+            for rearrange in (_system_first, _one_by_one, _in_turns):
                 rearranged = rearrange(conversation.messages)
-                if len(rearranged) != len(conversation.messages):
+                if rearranged != conversation.messages:
                     changed = replace(conversation, messages=rearranged)
                     return self.render(changed, answer_next=answer_next, guarded=guarded)
             raise InvalidRequestError(
@@ -361,7 +363,7 @@ def _arguments(text: str, guard: Callable[[Any], Any]) -> Any:
 def _system_first(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return a conversation whose system messages are one, the first, as in our own formats."""
     system = [message for message in messages if message.role == "system"]
-    if len(system) < 2:  # noqa: PLR2004 - one has nothing to be joined with
+    if not system:
         return tuple(messages)
     content = "\n\n".join(message.content for message in system if message.content)
     others = (message for message in messages if message.role != "system")
@@ -381,6 +383,23 @@ def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:
             for number, call in enumerate(message.calls)
         ] or [message]
     return tuple(apart)
+
+
+def _in_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation in which messages of one role in a row are one, but for calls and results."""
+    turns: list[Message] = []
+    for (role, speaks), run in groupby(messages, lambda each: (each.role, not (each.calls or each.answers))):
+        first, *others = run
+        if not (speaks and others):
+            turns += first, *others
+            continue
+        draft = Draft(role, first.field)
+        for message in (first, *others):
+            draft.begin()
+            draft.add(message.content, message.images)
+            draft.reasoning.append(message.reasoning)
+        turns.append(draft.message())
+    return tuple(turns)
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:
