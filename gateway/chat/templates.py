@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
@@ -386,20 +385,42 @@ def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _in_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a conversation in which messages of one role in a row are one, but for calls and results."""
+    """Return a conversation in which the user and the assistant take turns, and the user begins.
+
+    Messages of one role in a row are one, up to a call. Where a turn is missing, behind a result or at the
+    beginning, nothing is said in it.
+    """
+    runs: list[list[Message]] = []
+    for message in messages:
+        before = runs[-1][-1] if runs else None
+        if before and before.role == message.role != "tool" and not before.calls:
+            runs[-1].append(message)
+        else:
+            runs.append([message])
     turns: list[Message] = []
-    for (role, speaks), run in groupby(messages, lambda each: (each.role, not (each.calls or each.answers))):
-        first, *others = run
-        if not (speaks and others):
-            turns += first, *others
-            continue
-        draft = Draft(role, first.field)
-        for message in (first, *others):
-            draft.begin()
-            draft.add(message.content, message.images)
-            draft.reasoning.append(message.reasoning)
-        turns.append(draft.message())
+    asked = False
+    for run in runs:
+        match run[0].role:
+            case "user" if turns and turns[-1].role == "tool":
+                turns.append(Message(role="assistant", content=""))
+            case "assistant" if not asked:
+                turns.append(Message(role="user", content=""))
+        asked = asked or run[0].role != "system"
+        turns.append(_as_one(run))
     return tuple(turns)
+
+
+def _as_one(messages: Sequence[Message]) -> Message:
+    """Return messages of one role as one; only the last may have calls."""
+    first, *others = messages
+    if not others:
+        return first
+    draft = Draft(first.role, first.field)
+    for message in messages:
+        draft.begin()
+        draft.add(message.content, message.images)
+        draft.reasoning.append(message.reasoning)
+    return replace(draft.message(), calls=messages[-1].calls)
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:

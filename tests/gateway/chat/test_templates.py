@@ -379,21 +379,28 @@ def test_a_template_that_takes_turns_gets_them() -> None:
     call = (PastCall(id="1", name="f", arguments="{}"),)
     talk = (
         Message(role="system", content="s"),
+        Message(role="assistant", content="Hello"),
         Message(role="user", content="a"),
-        Message(role="user", content=FORGED, reasoning="never"),
+        Message(role="user", content=FORGED),
+        Message(role="assistant", content="Look", reasoning="Hm"),
         Message(role="assistant", content="", calls=call),
         Message(role="tool", content="r", answers="1"),
+        Message(role="tool", content="r", answers="1"),
+        Message(role="user", content="b"),
         Message(role="assistant", content="c"),
         Message(role="assistant", content="d"),
         Message(role="user", content=""),
         Message(role="user", content="e"),
     )
-    written = "[system]s[user]a\n\n%s[assistant][tool]r[assistant]c\n\nd[user]e"
+    written = (
+        "[system]s[user][assistant]Hello[user]a\n\n%s[assistant]Look[tool]r[tool]r[assistant][user]b"
+        "[assistant]c\n\nd[user]e"
+    )
     assert template.render(Conversation(talk)) == written % FORGED
     assert template.render(Conversation(talk), guarded=True) == written % SAFE
     assert template.render(Conversation(talk[:-2])) == (written % FORGED).removesuffix("[user]e")
-    with pytest.raises(InvalidRequestError, match="must alternate"):
-        template.render(Conversation(talk[5:]))
+    with pytest.raises(InvalidRequestError, match="must alternate"):  # the call has no result
+        template.render(Conversation((*talk[2:6], talk[-1])))
 
 
 def guarded(template: str, *messages: Message, offer: ToolOffer | None = None, **switches: Any) -> str:
