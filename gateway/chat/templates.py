@@ -201,8 +201,8 @@ class ChatTemplate:
             )
         except _REFUSALS as error:
             # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's; some
-            # questions and answers in turns, as Mistral's and Gemma's.
-            for rearrange in (_system_first, _one_by_one, _in_turns):
+            # questions and answers in turns, as Mistral's and Gemma's; some no system messages, as Gemma 2's.
+            for rearrange in (_system_first, _one_by_one, _in_turns, _system_asks):
                 rearranged = rearrange(conversation.messages)
                 if rearranged != conversation.messages:
                     changed = replace(conversation, messages=rearranged)
@@ -408,6 +408,17 @@ def _in_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
         asked = asked or run[0].role != "system"
         turns.append(_as_one(run))
     return tuple(turns)
+
+
+def _system_asks(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation whose first question begins with what the system says."""
+    system = [replace(message, role="user") for message in messages if message.role == "system"]
+    others = [message for message in messages if message.role != "system"]
+    if not system:
+        return tuple(others)
+    questions = [at for at, message in enumerate(others) if message.role == "user"]
+    begin, end = (questions[0], questions[0] + 1) if questions else (0, 0)
+    return *others[:begin], _as_one([*system, *others[begin:end]]), *others[end:]
 
 
 def _as_one(messages: Sequence[Message]) -> Message:

@@ -403,6 +403,19 @@ def test_a_template_that_takes_turns_gets_them() -> None:
         template.render(Conversation((*talk[2:6], talk[-1])))
 
 
+@pytest.mark.parametrize("roles", ["su", "ssu", "us", "sau", "s"])
+def test_what_the_system_says_begins_the_first_question_where_a_template_has_no_system(roles: str) -> None:
+    """As Gemma 2's."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    strict = ChatTemplate({"default": template + "[{{ m.role }}]{{ m.content }}{% endfor %}"}, {})
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    talk = tuple(Message(role=names[role], content=role) for role in roles)
+    written = {"ssu": "[user]s\n\ns\n\nu", "s": "[user]s", "sau": "[user]s[assistant]a[user]u"}
+    assert strict.render(Conversation(talk)) == written.get(roles, "[user]s\n\nu")
+
+
 def guarded(template: str, *messages: Message, offer: ToolOffer | None = None, **switches: Any) -> str:
     ours = ChatTemplate({"default": template}, {}, {"<|end|>": True, "<think>": False, "</think>": False})
     talk = Conversation(messages, offer, switches)
