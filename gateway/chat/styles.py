@@ -356,12 +356,12 @@ def _begins_args(text: str) -> bool:
 
 
 def _begins_object(text: str) -> bool:
-    """Whether the first key, as far as it came, is one of a call's."""
+    """Whether it begins, as far as it came, as a call does."""
     start = "".join(text[:_FIRST_KEY].split())
     return any(start.startswith(key) or key.startswith(start) for key in _KEYS)
 
 
-_KEYS: Final = ('{"name"', '{"type"', '{"id"', '{"parameters"', '{"arguments"')
+_KEYS: Final = ('{"name"', '{"type":"function"', '{"id"', '{"parameters"', '{"arguments"')
 _FIRST_KEY: Final = 64
 """Characters at the beginning, white space included, that tell whether it is one of them."""
 

@@ -196,6 +196,7 @@ def test_white_space_that_comes_in_pieces_is_not_searched_with_each_of_them(styl
         ("mistral", "The [TOOL_CALLS] mark, [TOOL_CALLS][1], [TOOL_CALLS]weather is nice."),
         ("mistral", "A [TOOL_CALLS]weather[CALL_ID]a b or [TOOL_CALLS]weather[ARGS]x is none."),
         ("mistral", "Nor is [TOOL_CALLS]weather[ARG]{ or [TOOL_CALLS]今天{."),
+        ("llama3", '{"type": "FeatureCollection", "name": "weather"}'),
     ],
 )
 def test_talk_of_calls_is_not_held_back(style: str, text: str) -> None:
