@@ -486,6 +486,7 @@ def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
         (_SEPARATOR, "tools", "deepseek"),
         (_KEY, "glm45"),
         (_PARAMETER, "qwen3coder"),
+        (_FUNCTION, ""),  # Functionary 3.1, which knows Llama's roles
         (_CALL, "hermes"),
         (_CALLS, "mistral"),
         (_PYTHON, "llama3"),

@@ -39,6 +39,7 @@ def test_templates_give_their_style_away(template: str, style: str) -> None:
         "{{ ']<]minimax[>[' + '<tool_call>' + ']<]minimax[>[' + '<invoke name=\"' }}",
         "<｜tool▁sep｜><steptml:invoke name='f'>{% if tools %}",
         "within <tool_call></tool_call> tags: <tool_calls>[{}]</tool_calls>",
+        "<function=f>{}</function>{% if message.role == 'ipython' %}",
     ],
 )
 def test_calls_that_look_like_a_relatives_are_not_taken_for_them(template: str) -> None:
