@@ -78,7 +78,7 @@ class ToolCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """The answer consists of calls only, at least one; otherwise it may also be text, or text followed by
     calls."""
     single: bool = False
-    """At most one call."""
+    """At most one call, which nothing follows."""
     marks: tuple[Mark, Mark] | None = None
     """Of an answer to a raw prompt: what stands before and behind a call, which is
     `{"name": N, "arguments": {...}}`. None: all of the answer is a JSON list of such calls, which must be

@@ -28,8 +28,8 @@ from gateway.errors import InvalidRequestError
 from gateway.openai.answer import encode
 from gateway.openai.chat_request import REASONED, Effort, Switches
 from gateway.openai.document import (
-    Content,
     Items,
+    Result,
     Strict,
     Unread,
     at_most,
@@ -37,6 +37,7 @@ from gateway.openai.document import (
     fault,
     if_read,
     ignore,
+    lines_of,
     text_of,
 )
 from gateway.openai.images import MEDIA_TYPE, Base64, DataUrl
@@ -128,7 +129,7 @@ class ToolResultInput(Strict, place="messages.content"):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Content[ResultText] | None = None
+    content: Result[ResultText] | None = None
 
 
 class ThinkingInput(Strict, place="messages.content"):
@@ -209,7 +210,7 @@ def _turns(messages: Sequence[MessageInput]) -> Iterator[Message]:
                     if draft is not None:
                         yield draft.message()
                         draft = None
-                    content = text_of(block.content)
+                    content = lines_of(block.content or "")
                     yield Message(role="tool", content=content, answers=block.tool_use_id, field=path)
                     continue
                 draft = draft or Draft(role, f"messages.{at}")

@@ -4,7 +4,8 @@ A GLM-4 call has JSON arguments from the first character on and is reported as i
 whose arguments are Python literals, is only known at its end, and is reported then; if a grammar enforces its
 form (`wire.grammar.ToolCalls`), everything after the opening is literals, which are rewritten as JSON as they
 come. What was passed on cannot be taken back, so the arguments are what the model wrote, complete or not,
-whatever ended the answer. Literals are read, never evaluated.
+whatever ended the answer; only the control characters that it left in strings are escaped. Literals are read,
+never evaluated.
 """
 
 import abc
@@ -89,7 +90,7 @@ class FencedCallReader(CallReader):
 
 
 _OUTSIDE_STRING = re.compile(r'["{}\[\]]')
-_INSIDE_STRING = re.compile(r'["\\]')
+_INSIDE_STRING = re.compile(r'["\\\x00-\x1f]')
 
 
 class JsonEnd:
@@ -101,9 +102,13 @@ class JsonEnd:
         self.in_string = False
         """Whether it goes on within a string."""
 
-    def find(self, text: str) -> int | None:
-        """Take more of it; return where in `text` it ends, None if it does not."""
-        at = 0
+    def take(self, text: str) -> tuple[str, int | None]:
+        """Take more of it; return that, and where in `text` it ends: None if it does not.
+
+        Control characters in strings are escaped. Models write line ends there, with which it is no JSON.
+        """
+        written: list[str] = []
+        begun = at = 0
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -120,11 +125,14 @@ class JsonEnd:
                     self.in_string = not self.in_string
                 case "{" | "[":
                     self._depth += 1
-                case _:
+                case "}" | "]":
                     self._depth -= 1
                     if self._depth == 0:
-                        return at
-        return None
+                        return "".join((*written, text[begun:at])), at
+                case control:
+                    written += (text[begun : found.start()], json.dumps(control)[1:-1])
+                    begun = at
+        return "".join((*written, text[begun:])), None
 
 
 class JsonCallReader(CallReader):
@@ -145,9 +153,9 @@ class JsonCallReader(CallReader):
             text = text.lstrip()
             if not text.startswith("{"):
                 return Verdict.NO_CALL if text else Verdict.PENDING
-        end = self._end.find(text)
+        written, end = self._end.take(text)
         self.complete = end is not None
-        self._on_part(CallPart(None if self._opened else self._name, text[:end]))
+        self._on_part(CallPart(None if self._opened else self._name, written))
         self._opened = True
         self._rest = "" if end is None else text[end:]
         return Verdict.CALL

@@ -313,7 +313,7 @@ class MarkedText:
         if said[0] not in "},":
             return 0
         place = said.find(closing) if closing else -1
-        end = JsonEnd(1).find(said[: _LONGEST_REST if place < 0 else min(place, _LONGEST_REST)])
+        _, end = JsonEnd(1).take(said[: _LONGEST_REST if place < 0 else min(place, _LONGEST_REST)])
         if end is not None:
             return blank + end if _is_rest(said[:end]) else 0
         return 0 if over or place >= 0 or len(said) >= _LONGEST_REST else None

@@ -81,7 +81,7 @@ class Arguments(Protocol):
 
 
 class ObjectArguments:
-    """Arguments as a JSON object, passed on as they are. A mark within a string is part of them.
+    """Arguments as a JSON object, as `JsonEnd` writes them. A mark within a string is part of them.
 
     Args:
         mark: what they end at, complete or not.
@@ -93,21 +93,23 @@ class ObjectArguments:
         self.complete = self.broken = False
 
     def take(self, text: str, *, over: bool) -> tuple[str, str]:  # noqa: D102 - inherited
-        read = 0
+        written, read = "", 0
         while True:
             place = text.find(self._mark, read) if self._mark else -1
-            stop = len(text) - possible_beginning(text, self._mark) if place < 0 else place
-            end = self._end.find(text[read:stop])
+            begun = 0 if place >= 0 or over else possible_beginning(text, self._mark)
+            stop = len(text) - begun if place < 0 else place
+            more, end = self._end.take(text[read:stop])
+            written += more
             if end is not None:
                 self.complete = True
-                return text[: read + end], text[read + end :]
-            read = stop
+                return written, text[read + end :]
             if place < 0:
-                return (text, "") if over else (text[:read], text[read:])
+                return written, text[stop:]
             if not self._end.in_string:
                 self.broken = True
-                return text[:read], text[read:]
-            read += len(self._mark)
+                return written, text[place:]
+            written += self._mark
+            read = place + len(self._mark)
 
 
 class PairArguments:
@@ -303,7 +305,7 @@ def _named(document: Any) -> CallPart | None:
 
 def _read_objects(text: str) -> list[CallPart] | None:
     """Read objects one after the other, with semicolons, commas or nothing between; or a list of them."""
-    decoder, at, documents = json.JSONDecoder(), 0, []
+    decoder, at, documents = json.JSONDecoder(strict=False), 0, []
     text = text.strip()
     try:
         while at < len(text):
@@ -354,12 +356,12 @@ def _begins_args(text: str) -> bool:
 
 
 def _begins_object(text: str) -> bool:
-    """Whether the first key, as far as it came, is one of a call's."""
+    """Whether it begins, as far as it came, as a call does."""
     start = "".join(text[:_FIRST_KEY].split())
     return any(start.startswith(key) or key.startswith(start) for key in _KEYS)
 
 
-_KEYS: Final = ('{"name"', '{"type"', '{"id"', '{"parameters"', '{"arguments"')
+_KEYS: Final = ('{"name"', '{"type":"function"', '{"id"', '{"parameters"', '{"arguments"')
 _FIRST_KEY: Final = 64
 """Characters at the beginning, white space included, that tell whether it is one of them."""
 
@@ -484,6 +486,7 @@ def style_of(mentions: Callable[[str], bool]) -> CallStyle | None:
         (_SEPARATOR, "tools", "deepseek"),
         (_KEY, "glm45"),
         (_PARAMETER, "qwen3coder"),
+        (_FUNCTION, ""),  # Functionary 3.1, which knows Llama's roles
         (_CALL, "hermes"),
         (_CALLS, "mistral"),
         (_PYTHON, "llama3"),

@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.chat.guards import Guard, control_tokens, removed_texts, unescaped
-from gateway.core.request import Conversation, Message, ToolOffer, images_in
+from gateway.core.request import Conversation, Draft, Message, ToolOffer, images_in
 from gateway.errors import InvalidRequestError
 from wire.calls import read_json
 
@@ -200,10 +200,11 @@ class ChatTemplate:
                 **guard(conversation.switches),
             )
         except _REFUSALS as error:
-            # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's.
-            for rearrange in (_system_first, _one_by_one):
+            # Some take system messages only first, as Qwen3.5's; some one call at a time, as Llama 3's; some
+            # questions and answers in turns, as Mistral's and Gemma's; some no system messages, as Gemma 2's.
+            for rearrange in (_system_first, _one_by_one, _in_turns, _system_asks):
                 rearranged = rearrange(conversation.messages)
-                if len(rearranged) != len(conversation.messages):
+                if rearranged != conversation.messages:
                     changed = replace(conversation, messages=rearranged)
                     return self.render(changed, answer_next=answer_next, guarded=guarded)
             raise InvalidRequestError(
@@ -361,7 +362,7 @@ def _arguments(text: str, guard: Callable[[Any], Any]) -> Any:
 def _system_first(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return a conversation whose system messages are one, the first, as in our own formats."""
     system = [message for message in messages if message.role == "system"]
-    if len(system) < 2:  # noqa: PLR2004 - one has nothing to be joined with
+    if not system:
         return tuple(messages)
     content = "\n\n".join(message.content for message in system if message.content)
     others = (message for message in messages if message.role != "system")
@@ -381,6 +382,56 @@ def _one_by_one(messages: Sequence[Message]) -> tuple[Message, ...]:
             for number, call in enumerate(message.calls)
         ] or [message]
     return tuple(apart)
+
+
+def _in_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation in which the user and the assistant take turns, and the user begins.
+
+    Messages of one role in a row are one, up to a call. Where a turn is missing, behind a result or at the
+    beginning, nothing is said in it.
+    """
+    runs: list[list[Message]] = []
+    for message in messages:
+        before = runs[-1][-1] if runs else None
+        if before and before.role == message.role != "tool" and not before.calls:
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    turns: list[Message] = []
+    asked = False
+    for run in runs:
+        match run[0].role:
+            case "user" if turns and turns[-1].role == "tool":
+                turns.append(Message(role="assistant", content=""))
+            case "assistant" if not asked:
+                turns.append(Message(role="user", content=""))
+        asked = asked or run[0].role != "system"
+        turns.append(_as_one(run))
+    return tuple(turns)
+
+
+def _system_asks(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return a conversation whose first question begins with what the system says."""
+    system = [replace(message, role="user") for message in messages if message.role == "system"]
+    others = [message for message in messages if message.role != "system"]
+    if not system:
+        return tuple(others)
+    questions = [at for at, message in enumerate(others) if message.role == "user"]
+    begin, end = (questions[0], questions[0] + 1) if questions else (0, 0)
+    return *others[:begin], _as_one([*system, *others[begin:end]]), *others[end:]
+
+
+def _as_one(messages: Sequence[Message]) -> Message:
+    """Return messages of one role as one; only the last may have calls."""
+    first, *others = messages
+    if not others:
+        return first
+    draft = Draft(first.role, first.field)
+    for message in messages:
+        draft.begin()
+        draft.add(message.content, message.images)
+        draft.reasoning.append(message.reasoning)
+    return replace(draft.message(), calls=messages[-1].calls)
 
 
 def _tools(offer: ToolOffer) -> list[dict[str, Any]]:

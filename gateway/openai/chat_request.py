@@ -21,6 +21,7 @@ from gateway.openai.document import (
     fault,
     if_read,
     ignore,
+    lines_of,
     text_of,
 )
 from gateway.openai.images import ImagePart, images_of, joined
@@ -78,7 +79,9 @@ def _thoughts(content: str | Sequence[Part] | None) -> str:
     return "\n\n".join(filter(None, thoughts))
 
 
-def _joined(content: str | list[Part]) -> str | list[Part]:
+def _joined(content: str | list[Part], info: ValidationInfo) -> str | list[Part]:
+    if info.data.get("role") in _ANSWERED and not images_of(content):
+        return lines_of(content)
     return content if _thoughts(content) else joined(content)
 
 

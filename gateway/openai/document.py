@@ -280,6 +280,15 @@ def text_of(content: str | Sequence[AnyPart] | None) -> str:
 Content = Annotated[str | Items[P], AfterValidator(text_of)]
 """A text, or parts of one, which validation joins."""
 
+
+def lines_of(content: str | Sequence[AnyPart]) -> str:
+    """Return a `Result` as one string, which it is once validated."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
+
+
+Result = Annotated[str | Items[P], AfterValidator(lines_of)]
+"""What a tool returned: a text, or texts of their own, such as each item of a list; they become lines."""
+
 Unread = Annotated[Any, AfterValidator(lambda _: None)]
 """Any JSON value; it is dropped."""
 

@@ -27,6 +27,7 @@ from gateway.openai.document import (
     Content,
     Items,
     Reading,
+    Result,
     Strict,
     Unread,
     at_most,
@@ -34,6 +35,7 @@ from gateway.openai.document import (
     fault,
     if_read,
     ignore,
+    lines_of,
     text_of,
     type_of,
 )
@@ -121,7 +123,7 @@ class FunctionResultItem(_AnyItem):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Content[InputTextPart]
+    output: Result[InputTextPart]
 
 
 class ReasoningPart(Strict, place="input.content"):
@@ -181,7 +183,7 @@ def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[
                 _draft_of(drafts, "assistant", path).reasoning.append(text_of(item.content))
         elif isinstance(item, FunctionResultItem):
             drafts.append(Draft("tool", path, answers=item.call_id))
-            drafts[-1].add(text_of(item.output))
+            drafts[-1].add(lines_of(item.output))
         elif isinstance(item, FunctionCallItem):
             _draft_of(drafts, "assistant", path).add_call(item.past(item.call_id), f"{path}.call_id")
         else:

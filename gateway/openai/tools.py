@@ -8,6 +8,7 @@ import msgspec
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import from_json
 
+from gateway.chat.calls import JsonEnd
 from gateway.core.request import AllowedTools, NamedTool, PastCall, Tool, ToolOffer
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import Body, Items, Strict, Unread, branch_of
@@ -119,7 +120,8 @@ def _as_written(arguments: str) -> str:
         raise too_deep() from None
     except msgspec.DecodeError:
         try:
-            read = from_json(arguments, allow_inf_nan=False, allow_partial="trailing-strings")
+            escaped, _ = JsonEnd().take(arguments)
+            read = from_json(escaped, allow_inf_nan=False, allow_partial="trailing-strings")
             written = json.dumps(read, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         except ValueError:  # no JSON, or a number beyond floats, which would be written as another one
             return arguments

@@ -19,7 +19,7 @@ from triton_models.text.grammar_text import (
     text_rule,
 )
 from triton_models.text.literal_grammar import BOUNDS, COMMON_RULES, LiteralGrammar
-from triton_models.text.schemas import check_schema, check_size, reachable, rewrite, simplify
+from triton_models.text.schemas import check_schema, check_size, reachable, rewrite, simplify, target
 from wire.calls import FENCE, OPENING
 from wire.grammar import TEXT_PART, CallableTool, Grammar, Part, ToolCalls, decode_tool_calls
 
@@ -80,13 +80,24 @@ def _combines(schema: dict[str, Any]) -> bool:
 
 
 def _drop_what_fails(schema: dict[str, Any]) -> None:
-    """Drop the patterns and bounds that llguidance cannot express: it skips other keywords by itself."""
+    """Drop what llguidance cannot express and does not skip by itself: patterns, bounds, lost references."""
     for _, each in reachable(schema, "parameters"):
+        if "$ref" in each and _leads_nowhere(schema, each["$ref"]):
+            del each["$ref"]
         for keywords in (("pattern",), BOUNDS):
             found = each.keys() & {*keywords}
             if found and fault({name: each[name] for name in each.keys() & {"type", *found}}):
                 for name in found:
                     del each[name]
+
+
+def _leads_nowhere(schema: dict[str, Any], reference: str) -> bool:
+    """Return whether it is a path to what is not in `schema`: other references llguidance may resolve."""
+    try:
+        target(schema, reference)
+    except LookupError:
+        return reference.startswith("#/")
+    return False
 
 
 FENCED_CALLS: Final = CallSyntax(_fenced, OPENING, COMMON_RULES)

@@ -258,7 +258,8 @@ class LiteralGrammar:
         try:
             return target(self._tool.parameters, pointer)
         except LookupError:
-            raise InvalidGrammarError(f"{path}.$ref leads nowhere: {pointer!r:.100}") from None
+            self._cannot(path, f"$ref {pointer!r:.100}, which leads nowhere")
+            return {}
 
     def _check_keywords(
         self, schema: dict[str, Any], enforced: Collection[str], path: str, beside: str = ""

@@ -159,14 +159,15 @@ def _thought_begun(reasoning: Reasoning) -> str:
 def _among_text(calls: ToolCalls, begin: str, reasoning: Reasoning | None) -> tuple[str, str]:
     """Return the rules for text with calls in it, whose objects stand behind `begin`.
 
-    Text that begins as reasoning may begin is reasoning: a mark within that is none.
+    Text that begins as reasoning may begin is reasoning: a mark within that is none. Nothing follows the only
+    call that there may be.
     """
-    more = "?" if calls.single else "*"
+    more = "" if calls.single else "(before body)* REST"
+    answer = more or "(before body | REST)"
     rules = f"before[suffix={literal(begin)}]: {ANYTHING}\n"
     rules += f"REST: {ANYTHING} & ~/(?s:.*{escaped(begin)}.*)/\n"
     if reasoning is None or reasoning.begun:
-        return f"start: {'' if reasoning is None else 'thought '}(before body){more} REST\n", rules
+        return f"start: {'' if reasoning is None else 'thought '}{answer}\n", rules
     rules += f"SAID: {ANYTHING} & ~{_thought_begun(reasoning)}\nLAST: SAID & REST\n"
     rules += f"said[suffix={literal(begin)}]: SAID\n"
-    then = "REST" if calls.single else "(before body)* REST"
-    return f"start: thought (before body){more} REST | said body {then} | LAST\n", rules
+    return f"start: thought {answer} | said body {more} | LAST\n", rules

@@ -133,7 +133,7 @@ def test_calls_and_their_results() -> None:
                 PastCall(id="t2", name="g", arguments="{}"),
             ),
         ),
-        Message(role="tool", content="xy", answers="t1"),
+        Message(role="tool", content="x\ny", answers="t1"),
         Message(role="tool", content="", answers="t2"),
         Message(role="user", content="and now?"),
     )

@@ -58,6 +58,16 @@ def test_json_is_told_of_as_it_comes() -> None:
     )
 
 
+def test_control_characters_in_strings_are_escaped() -> None:
+    """A model that writes them so writes no JSON, and neither could a client read it."""
+    texts = ["{\n", '"a": "x', "\n", "\t", '\\"y\x1f"', "\n} \n"]
+    parts, rest = read(JsonCallReader, *texts)[1:]
+    (call,) = joined_calls(parts)
+    assert call.arguments == '{\n"a": "x\\n\\t\\"y\\u001f"\n}'
+    assert json.loads(call.arguments) == {"a": 'x\n\t"y\x1f'}
+    assert rest == " \n"
+
+
 @pytest.mark.parametrize("text", ["[1]", "noon", '"x"', "```json\n{}"])
 def test_what_does_not_begin_with_an_object_is_no_call(text: str) -> None:
     assert read(JsonCallReader, text)[0][0] is NO_CALL

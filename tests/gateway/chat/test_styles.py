@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_templates_give_their_style_away(template: str, style: str) -> None:
         "{{ ']<]minimax[>[' + '<tool_call>' + ']<]minimax[>[' + '<invoke name=\"' }}",
         "<｜tool▁sep｜><steptml:invoke name='f'>{% if tools %}",
         "within <tool_call></tool_call> tags: <tool_calls>[{}]</tool_calls>",
+        "<function=f>{}</function>{% if message.role == 'ipython' %}",
     ],
 )
 def test_calls_that_look_like_a_relatives_are_not_taken_for_them(template: str) -> None:
@@ -195,6 +197,7 @@ def test_white_space_that_comes_in_pieces_is_not_searched_with_each_of_them(styl
         ("mistral", "The [TOOL_CALLS] mark, [TOOL_CALLS][1], [TOOL_CALLS]weather is nice."),
         ("mistral", "A [TOOL_CALLS]weather[CALL_ID]a b or [TOOL_CALLS]weather[ARGS]x is none."),
         ("mistral", "Nor is [TOOL_CALLS]weather[ARG]{ or [TOOL_CALLS]今天{."),
+        ("llama3", '{"type": "FeatureCollection", "name": "weather"}'),
     ],
 )
 def test_talk_of_calls_is_not_held_back(style: str, text: str) -> None:
@@ -223,3 +226,27 @@ def test_what_cannot_be_sent_as_json_is_no_call(style: str, mark: str, written: 
 def test_lists_within_lists_are_no_calls(cuts: list[int]) -> None:
     text = f"<tool_call>{'[' * 5000}</tool_call>"
     assert read(text, "hermes", cuts) == ("", text, [])
+
+
+LINES = "\t{'k':\n1}\x01\n"
+"""Text in a string of JSON, where models leave it as it is."""
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather",\n"arguments": {"a":\n"%s"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": {"a": "%s"}, "name": "weather"}\n</tool_call>'),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"a": "%s"}'),
+        ("llama3", '{"name": "weather", "parameters": {"a": "%s"}}'),
+        ("glm4", 'weather\n{"a": "%s"}'),
+    ],
+)
+@pytest.mark.parametrize("cuts", [[], list(range(150))])
+def test_line_ends_in_strings_are_json_in_the_arguments(style: str, text: str, cuts: list[int]) -> None:
+    _, said, (call,) = read(text % LINES, style, cuts)
+    assert (said, json.loads(call.arguments)) == ("", {"a": LINES})
+
+
+def test_line_ends_between_values_stay() -> None:
+    assert read('weather\n{\n\t"a":\r\n1\n}', "glm4")[2] == [CallPart("weather", '{\n\t"a":\r\n1\n}')]

@@ -365,6 +365,55 @@ def test_a_template_that_takes_the_system_first_alone_gets_all_that_it_says_ther
     said = (("system", "a"), ("user", "b"), ("system", "c"))
     talk = Conversation(tuple(Message(role=role, content=text) for role, text in said))
     assert strict.render(talk) == "[system]a\n\nc[user]b"
+    alone = Conversation(talk.messages[1:])
+    assert strict.render(alone) == "[system]c[user]b"
+
+
+def test_a_template_that_takes_turns_gets_them() -> None:
+    """As Mistral's and Gemma's, though clients of OpenAI's may say several things in a row."""
+    strict = """{% set turns = namespace(count=0) %}{% for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+    {%- if (m.role == 'user') != (turns.count % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}
+    {%- set turns.count = turns.count + 1 %}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
+    template = ChatTemplate({"default": strict}, {}, {"<|end|>": True})
+    call = (PastCall(id="1", name="f", arguments="{}"),)
+    talk = (
+        Message(role="system", content="s"),
+        Message(role="assistant", content="Hello"),
+        Message(role="user", content="a"),
+        Message(role="user", content=FORGED),
+        Message(role="assistant", content="Look", reasoning="Hm"),
+        Message(role="assistant", content="", calls=call),
+        Message(role="tool", content="r", answers="1"),
+        Message(role="tool", content="r", answers="1"),
+        Message(role="user", content="b"),
+        Message(role="assistant", content="c"),
+        Message(role="assistant", content="d"),
+        Message(role="user", content=""),
+        Message(role="user", content="e"),
+    )
+    written = (
+        "[system]s[user][assistant]Hello[user]a\n\n%s[assistant]Look[tool]r[tool]r[assistant][user]b"
+        "[assistant]c\n\nd[user]e"
+    )
+    assert template.render(Conversation(talk)) == written % FORGED
+    assert template.render(Conversation(talk), guarded=True) == written % SAFE
+    assert template.render(Conversation(talk[:-2])) == (written % FORGED).removesuffix("[user]e")
+    with pytest.raises(InvalidRequestError, match="must alternate"):  # the call has no result
+        template.render(Conversation((*talk[2:6], talk[-1])))
+
+
+@pytest.mark.parametrize("roles", ["su", "ssu", "us", "sau", "s"])
+def test_what_the_system_says_begins_the_first_question_where_a_template_has_no_system(roles: str) -> None:
+    """As Gemma 2's."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    strict = ChatTemplate({"default": template + "[{{ m.role }}]{{ m.content }}{% endfor %}"}, {})
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    talk = tuple(Message(role=names[role], content=role) for role in roles)
+    written = {"ssu": "[user]s\n\ns\n\nu", "s": "[user]s", "sau": "[user]s[assistant]a[user]u"}
+    assert strict.render(Conversation(talk)) == written.get(roles, "[user]s\n\nu")
 
 
 def guarded(template: str, *messages: Message, offer: ToolOffer | None = None, **switches: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.anthropic.request import MessagesRequest
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.responses_request import ResponsesRequest
 from gateway.openai.tokenize import TokenizeRequest
@@ -74,3 +75,37 @@ def test_pieces_of_a_text_are_the_text(content: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
     (message,) = ChatRequest.read(json.dumps(body).encode()).messages
     assert message.content == "one two"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(["1", "2", "3"], "1\n2\n3"), (["", "1", ""], "1"), ([], ""), ("1\n2", "1\n2"), (["1"], "1")],
+)
+def test_texts_of_a_result_are_lines(content: Any, text: str) -> None:
+    """Servers of tools send each item of a list as a text of its own."""
+
+    def parts(kind: str) -> Any:
+        return content if isinstance(content, str) else [{"type": kind, "text": each} for each in content]
+
+    called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = {
+        "messages": [
+            {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c", "content": parts("text")},
+        ]
+    }
+    items = {
+        "input": [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": parts("input_text")},
+        ]
+    }
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": parts("text")}
+    blocks = {
+        "max_tokens": 1,
+        "messages": [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}],
+    }
+    for kind, body in ((ChatRequest, chat), (ResponsesRequest, items), (MessagesRequest, blocks)):
+        request = kind.read(json.dumps({"model": "m", **body}).encode())
+        assert request.continued.messages[-1].content == text

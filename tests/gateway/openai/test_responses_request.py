@@ -372,7 +372,7 @@ def test_a_calls_message_is_the_one_before_it_or_an_empty_one() -> None:
     )
     assert said[1:] == [
         Message(role="assistant", content="Let me see.", calls=(PAST, OTHER)),
-        Message(role="tool", content="12", answers="call_b"),
+        Message(role="tool", content="1\n2", answers="call_b"),
         Message(role="tool", content="noon", answers="call_a"),
         Message(role="assistant", content="Noon."),
     ]

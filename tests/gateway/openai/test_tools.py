@@ -198,6 +198,8 @@ def test_refused_by_name(parameters: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("written", "arguments"),
     [
+        ('{"a": "b\n\tc"}', '{"a":"b\\n\\tc"}'),
+        ('{"a":\n"b\nc', '{"a":"b\\nc"}'),
         ('{"zone": "Eur', '{"zone":"Eur"}'),
         ('{"zone": [1, {"a', '{"zone":[1,{}]}'),
         ("{", "{}"),

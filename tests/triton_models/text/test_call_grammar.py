@@ -356,6 +356,8 @@ def test_what_is_too_large_to_go_on_with_is_refused(walker: Walker) -> None:
         ({**obj(a={}), "if": {}}, "if"),
         (obj(a={"propertyNames": {"maxLength": 3}}), "propertyNames"),
         (obj(a={"type": "object", "minProperties": 2}), "minProperties"),
+        (obj(a={"$ref": "#/$defs/gone", "description": "A"}), "gone"),
+        (obj(a={"type": "array", "items": {"$ref": "#/components/schemas/X"}}), "schemas/X"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_for_strict_tools_and_left_out_for_others(
@@ -423,7 +425,7 @@ def test_what_a_draft_knows_is_enforced_or_refused(walker: Walker, keyword: str)
         rules(CallableTool("f", obj(a={"type": "strin"}), strict=True)),
         rules(CallableTool("f", obj(a={"$ref": "#/nowhere"}), strict=True)),
         rules(CallableTool("f", obj(a={"type": "array", "minItems": 3, "maxItems": 1}), strict=True)),
-        rules(CallableTool("f", {**obj(a={"$ref": "#/$defs/d0"}), "$defs": CHAIN})),
+        rules(CallableTool("f", {**obj(a={"$ref": "#/$defs/d0"}), "$defs": CHAIN}, strict=True)),
     ],
 )
 def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:
@@ -440,6 +442,7 @@ def test_what_is_no_tool_is_refused(walker: Walker, text: str) -> None:
         (obj(a={"prefixItems": [True], "items": False, "minItems": 2}), "minItems"),
         (obj(a={"type": "string", "minLength": 4, "maxLength": 3}), "maxLength contradicts minLength"),
         ({"$ref": "#/$defs/x", "required": ["a"], "$defs": {"x": {"type": "object"}}}, "beside"),
+        ({**obj(a={"$ref": "#x"}), "$defs": {"y": {"$anchor": "x"}}}, "leads nowhere"),
     ],
 )
 def test_what_python_literals_cannot_hold_to_is_refused(

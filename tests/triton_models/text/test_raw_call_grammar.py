@@ -70,7 +70,9 @@ BOOLEAN = CallableTool("f", obj(a={"type": "boolean"}), strict=True)
         ({}, f"Look: {CALL} and {CALL}\nDone", f"Look: {CALL} and {CALL}\nDone."),
         ({}, CALL[:-1], CALL[:-1]),
         ({}, CALL.replace("true", "1"), CALL.partition("true")[0]),
-        ({"single": True}, f"Look: {CALL} Done", f"Look: {CALL} Done."),
+        ({"single": True}, f"Look: {CALL}", f"Look: {CALL}."),
+        ({"single": True}, f"Look: {CALL} Done", f"Look: {CALL}"),
+        ({"single": True}, "Hello", "Hello."),
         ({"required": True}, f"{CALL}\n{CALL}", f"{CALL}\n{CALL}."),
         ({"required": True}, "Hello", ""),
         ({"required": True, "single": True}, CALL, CALL + "."),
@@ -242,6 +244,10 @@ def test_reasoning_comes_first(glm4: Tokenizer, begun: bool) -> None:
         if not begun:
             assert told(walker, grammar, "<thing") == "<thing."
             assert told(walker, grammar, f"\n{thought}<a") == f"\n{thought}<a."
+    single = Grammar("tool_calls", rules(BOOLEAN, **MARKED, single=True), reasoning)
+    for before in (thought,) if begun else ("", thought):
+        for text, allowed in ((f"Look: {CALL}", "."), (f"{CALL}\n", ""), ("Look <", ".")):
+            assert told(walker, single, before + text) == before + text.rstrip() + allowed
     listed = Grammar("tool_calls", rules(BOOLEAN, required=True), reasoning)
     calls = '[{"name": "f", "arguments": {"a": false}},{"name": "f", "arguments": {"a": true}}]'
     assert told(walker, listed, thought + calls) == thought + calls + "."

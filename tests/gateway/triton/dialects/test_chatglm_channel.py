@@ -127,6 +127,14 @@ def test_deltas_of_several_choices_are_joined_choice_by_choice() -> None:
         decoder.deltas([(3, "z", 1, (), None)])
 
 
+@pytest.mark.parametrize(("tokens", "ids"), [(2, [7]), (1, []), (1, [7, 8])])
+def test_what_is_resumable_has_the_ids_of_all_tokens(tokens: int, ids: list[int]) -> None:
+    decoder = DIALECT.channels.decoder(generation(resumable=True, n=2), CHATGLM3)
+    decoder.deltas([(1, "a", 1, [5], None)])
+    with pytest.raises(UpstreamProtocolError, match=f"{len(ids)} ids of {tokens} tokens of choice 1"):
+        decoder.deltas([(0, "b", 1, [6], None), (1, "c", tokens, ids, None)])
+
+
 def test_a_continued_text_is_shown_as_it_is() -> None:
     decoder = DIALECT.channels.decoder(generation(prompt=PlainText("x")), CHATGLM3)
     assert decoder.deltas([(0, " a ", 1, (), None)]) == [Delta(pieces=(" a ",), tokens=1)]

@@ -18,6 +18,7 @@ from triton_models.text.tokenizers import load_tokenizer
 from wire.calls import write_fenced as write_call
 from wire.grammar import Grammar, decode_tool_calls
 from wire.history import decode_history
+from wire.limits import GRAMMAR_LIMIT
 from wire.request import Generation as WireGeneration
 from wire.request import decode_request
 
@@ -92,6 +93,17 @@ def test_calls_that_have_to_be_made_are_held_to_rules_and_told_as_they_come() ->
         ("", (CallPart(None, 'rlin"}'),), None),
         ("", (), "tool_calls"),
     ]
+
+
+def test_schemas_that_are_too_large_together_are_refused() -> None:
+    """Each may be as large as a grammar, and a model takes as many of them as are one."""
+    large = {"type": "object", "description": "d" * (GRAMMAR_LIMIT // 2)}
+    tools = [{"type": "function", "function": {"name": name, "parameters": large}} for name in "fg"]
+    sent(tools=tools)
+    sent(tools=tools[:1], tool_choice="required")
+    with pytest.raises(InvalidRequestError, match=f"{GRAMMAR_LIMIT} can be enforced") as refused:
+        sent(tools=tools, tool_choice="required")
+    assert refused.value.param == "tools"
 
 
 def test_text_with_a_grammar_is_shown_as_it_stands_where_no_tool_is_called() -> None:
