@@ -171,7 +171,7 @@ def read_shape(directory: Path) -> Shape:
             f"{path}: not a checkpoint that can be sized: it has no {error.args[0]!r}, "
             f"and its model_type is {document.get('model_type')!r}"
         ) from error
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise SizingError(f"{path}: not a checkpoint that can be sized: {error}") from error
 
 
@@ -212,7 +212,7 @@ def _native(document: Mapping[str, Any]) -> Shape:
         context=_context(document, rope),
         bias=document.get("attention_bias") is True,
         tied=document.get("tie_word_embeddings") is True,
-        rotary_share=share,
+        rotary_share=float(share),
     )
 
 
@@ -223,7 +223,7 @@ def _stored(document: Mapping[str, Any]) -> tuple[str | None, bool]:
     """
     found = document.get("quantization_config") or {"bits": document.get("quantization_bit")}
     if not isinstance(found, dict):
-        raise ValueError("quantization_config is no object")  # noqa: TRY004 - of the file, not of a caller
+        raise TypeError("quantization_config is no object")
     bits, head = found.get("bits", found.get("w_bit")), found.get("lm_head") is True
     if found.get("quant_method") == "compressed-tensors":
         bits = {"pack-quantized": 4, "int-quantized": 8}.get(str(found.get("format")))

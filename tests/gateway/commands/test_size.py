@@ -145,10 +145,15 @@ def test_what_is_quantised_already_is_not_advised_to_be(tmp_path: Path) -> None:
     assert re.fullmatch(r"It does with `up --max-running \d+`.", advice(6, shape))
 
 
-def test_a_quantization_that_cannot_be_read(tmp_path: Path) -> None:
-    document = json.loads((GOLDEN / "chatglm3" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_config": "awq"}))
-    with pytest.raises(SizingError, match="quantization_config is no object"):
+@pytest.mark.parametrize(
+    "changes",
+    [{"quantization_config": "awq"}, {"rope_scaling": "yarn"}, {"partial_rotary_factor": "half"}],
+)
+def test_values_of_another_kind(tmp_path: Path, changes: dict[str, object]) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "hidden_act": "silu"}
+    counts = dict.fromkeys(("num_hidden_layers", "vocab_size", "max_position_embeddings"), 8)
+    (tmp_path / "config.json").write_text(json.dumps(shape | counts | changes))
+    with pytest.raises(SizingError, match=r"config\.json: not a checkpoint that can be sized: "):
         read_shape(tmp_path)
 
 
