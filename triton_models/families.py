@@ -412,9 +412,11 @@ def _rope(
 ) -> tuple[Rope, int]:
     """Return the rotary frequencies, and how many positions they are for."""
     # What model cards tell to add for a longer context is `rope_scaling`, whatever wrote the file.
-    scalings = (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {})
     found: dict[str, Any] = {}
-    for each in scalings:
+    for key in ("rope_parameters", "rope_scaling"):
+        each = raw.get(key) or {}
+        if not isinstance(each, Mapping):
+            raise CheckpointError(f"{path}: {key} must be an object, not {each!r}")
         found |= {**each, "rope_type": each.get("rope_type", each.get("type", found.get("rope_type")))}
     for key in ("rope_theta", "partial_rotary_factor"):
         if raw.get(key) is not None:

@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from gateway.chat.guards import GUARD, is_mark
 from gateway.chat.templates import Folder, read_config, text_of, tokenizer_config
+from wire.tokenizer_files import with_added_tokens
 
 _FILE: Final = "tokenizer.json"
 _GENERATION_FILE: Final = "generation_config.json"
@@ -49,11 +50,15 @@ class Vocabulary:
         file = folder / _FILE
         if not file.is_file():
             raise VocabularyError(f"{folder} has no {_FILE}")
+        named, generation = tokenizer_config(folder), read_config(folder / _GENERATION_FILE)
         try:
-            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            document = file.read_text(encoding="utf-8")
+            tokenizer = Tokenizer.from_str(document)
+            completed = with_added_tokens(document, named, tokenizer.get_added_tokens_decoder())
+            if completed is not document:
+                tokenizer = Tokenizer.from_str(completed)
         except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise VocabularyError(f"{file} is not a tokenizer: {error}") from None
-        named, generation = tokenizer_config(folder), read_config(folder / _GENERATION_FILE)
         ends = [_id_of(tokenizer, named.get("eos_token")), *_ids(generation.get("eos_token_id"))]
         pads = [_id_of(tokenizer, named.get("pad_token")), *_ids(generation.get("pad_token_id"))]
         return cls(

@@ -10,7 +10,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import mul
 from pathlib import Path
@@ -65,11 +65,16 @@ class Shape:
     """The output head is the embedding."""
     rotary_share: float = 0.5
     """Of a head's numbers, those that are rotated."""
+    stored: str | None = None
+    """How the checkpoint has its matrices, as the option `quantization`; None: they are not quantised."""
+    stored_head: bool = False
+    """Whether it has the output head so, too."""
 
     def weight_bytes(self, item_bytes: int, *, int4: bool = False) -> int:
         """Return the bytes of the model's weights and buffers, perhaps with its matrices in 4 bits.
 
-        For classes of transformers' own, these are without a few vectors that configurations do not tell.
+        Matrices that are quantised already stay as they are. For classes of transformers' own, these are
+        without a few vectors that configurations do not tell.
         """
         qkv = (self.query_heads + 2 * self.kv_heads) * self.head
         layer = (
@@ -78,13 +83,16 @@ class Shape:
             (2 * self.ffn, self.hidden),
             (self.hidden, self.ffn),
         )
-        matrices = ((self.vocabulary, self.hidden),) * (not self.tied) + layer * self.layers
-        row = _int4_row if int4 else partial(mul, item_bytes)
+        form = self.stored or ("int4" if int4 else None)
+        plain = partial(mul, item_bytes)
+        row = plain if form is None else _ROW_BYTES[form]
+        head = plain if self.stored and not self.stored_head else row
         others = self.vocabulary * self.hidden + self.layers * self.bias * qkv
         norms = (2 * self.layers + 1) * self.hidden
         rotary = 2 * self.context * (int(self.head * self.rotary_share) // 2)
         return (
-            sum(rows * row(columns) for rows, columns in matrices)
+            self.layers * sum(rows * row(columns) for rows, columns in layer)
+            + (not self.tied) * self.vocabulary * head(self.hidden)
             + others * item_bytes
             + (norms + rotary) * _FLOAT32
         )
@@ -107,6 +115,14 @@ class Shape:
 def _int4_row(columns: int) -> int:
     """Return the bytes of a matrix's row in 4 bits: with a scale and a zero of 16 bits for each group."""
     return -(-columns // INT4_GROUP) * (INT4_GROUP // 2 + 4)
+
+
+def _int8_row(columns: int) -> int:
+    """Return the bytes of a matrix's row in 8 bits: with a scale of 16 bits."""
+    return columns + 2
+
+
+_ROW_BYTES: Final = {"int4": _int4_row, "int8": _int8_row}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +163,15 @@ def read_shape(directory: Path) -> Shape:
     if not isinstance(document, dict):
         raise SizingError(f"{path}: not a JSON object")
     try:
-        return _native(document) if _is_native(document) else _original(document)
+        shape = _native(document) if _is_native(document) else _original(document)
+        stored, head = _stored(document)
+        return replace(shape, stored=stored, stored_head=head)
     except KeyError as error:
         raise SizingError(
             f"{path}: not a checkpoint that can be sized: it has no {error.args[0]!r}, "
             f"and its model_type is {document.get('model_type')!r}"
         ) from error
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise SizingError(f"{path}: not a checkpoint that can be sized: {error}") from error
 
 
@@ -194,8 +212,23 @@ def _native(document: Mapping[str, Any]) -> Shape:
         context=_context(document, rope),
         bias=document.get("attention_bias") is True,
         tied=document.get("tie_word_embeddings") is True,
-        rotary_share=share,
+        rotary_share=float(share),
     )
+
+
+def _stored(document: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return how matrices are quantised already, as `Shape.stored`, and whether the output head is, too.
+
+    What is expanded while loading, as fp8 is, counts as not quantised.
+    """
+    found = document.get("quantization_config") or {"bits": document.get("quantization_bit")}
+    if not isinstance(found, dict):
+        raise TypeError("quantization_config is no object")
+    bits, head = found.get("bits", found.get("w_bit")), found.get("lm_head") is True
+    if found.get("quant_method") == "compressed-tensors":
+        bits = {"pack-quantized": 4, "int-quantized": 8}.get(str(found.get("format")))
+        head = not any("lm_head" in str(name) for name in found.get("ignore") or ())
+    return {"4": "int4", "8": "int8"}.get(str(bits)), head
 
 
 def _context(document: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
@@ -232,7 +265,10 @@ def fit(
 
 
 def advice(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int) -> str:
-    """Return with which flags a model fits that does not without: fewer sequences at once, or int4."""
+    """Return with which flags a model fits that does not without: fewer sequences at once, or int4.
+
+    Weights that are quantised already are not quantised again.
+    """
     fitted = partial(fit, shape, gpu_bytes=gpu_bytes, item_bytes=item_bytes)
 
     def most(*, int4: bool) -> int:
@@ -248,12 +284,12 @@ def advice(shape: Shape, *, gpu_bytes: int, item_bytes: int, max_running: int) -
     if not small:
         taken = (smallest.weights + smallest.steps) / GIB
         return (
-            "Nor does it with `up --quantization int4 --max-running 1`, "
+            f"Nor does it with `up{'' if shape.stored else ' --quantization int4'} --max-running 1`, "
             f"which takes {taken:.2f} GiB without a KV cache."
         )
     ways = [f"`up --max-running {plain}`"] * bool(plain)
     given = fitted(max_running=max_running)
-    if not plain or given.weights > given.steps:
+    if shape.stored is None and (not plain or given.weights > given.steps):
         fewer = f" --max-running {small}" if small < max_running else ""
         weights = smallest.weights / GIB
         ways.append(f"`up --quantization int4{fewer}`, whose weights take {weights:.2f} GiB")
@@ -285,14 +321,15 @@ def size(directory: Path, gpu_memory: float, dtype: str, max_running: int) -> No
     shape = read_shape(directory)
     gpu_bytes, item_bytes = int(gpu_memory * GIB), ITEM_BYTES[dtype]
     sizing = fit(shape, gpu_bytes=gpu_bytes, item_bytes=item_bytes, max_running=max_running)
-    click.echo(f"weights   {sizing.weights / GIB:8.2f} GiB  {dtype}")
+    weights = shape.stored or dtype
+    click.echo(f"weights   {sizing.weights / GIB:8.2f} GiB  {weights}")
     click.echo(f"steps     {sizing.steps / GIB:8.2f} GiB  estimated, for {max_running} sequences at once")
     click.echo(
         f"KV cache  {sizing.kv_cache / GIB:8.2f} GiB  {sizing.blocks:,} blocks of {BLOCK_TOKENS} tokens, "
         f"{sizing.kv_token:,} bytes a token"
     )
     if not sizing.blocks:
-        click.echo(f"It does not fit a GPU of {gpu_memory:g} GiB in {dtype}.")
+        click.echo(f"It does not fit a GPU of {gpu_memory:g} GiB in {weights}.")
         click.echo(advice(shape, gpu_bytes=gpu_bytes, item_bytes=item_bytes, max_running=max_running))
         sys.exit(1)
     # The longest is what both the model and the cache allow.

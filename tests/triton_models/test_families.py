@@ -153,6 +153,14 @@ def test_variants_of_transformers_classes_are_refused_by_name(
         read_shape(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_scaling_that_is_no_object_is_refused(tmp_path: Path, key: str) -> None:
+    write_native(tmp_path, "qwen2")
+    configure(tmp_path, **{key: "yarn"})
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} must be an object, not 'yarn'"):
+        read_shape(tmp_path)
+
+
 def test_a_window_that_is_no_number_is_refused(tmp_path: Path) -> None:
     write_native(tmp_path, "mistral")
     configure(tmp_path, sliding_window="half")

@@ -89,11 +89,14 @@ def says_context(max_context: int) -> str:
 
 
 def check_length(prompt_tokens: int, max_context: int) -> None:
-    """Refuse a prompt that leaves no room in the context.
+    """Refuse a prompt without tokens, or one that leaves no room in the context.
 
     Raises:
         PromptTooLongError: it does not.
+        InvalidRequestError: an empty prompt.
     """
+    if prompt_tokens == 0:
+        raise InvalidRequestError("the prompt has no tokens")
     if prompt_tokens > max_context - 1:
         raise PromptTooLongError(
             f"{says_context(max_context)}"
@@ -111,8 +114,6 @@ def check_request(request: Request, *, max_context: int, vocabulary: int) -> Non
     """
     sampling = request.sampling
     length = len(request.prompt_ids)
-    if length == 0:
-        raise InvalidRequestError("the prompt has no tokens")
     check_length(length, max_context)
     if sampling.max_tokens is not None and length + sampling.max_tokens > max_context:
         raise PromptTooLongError(

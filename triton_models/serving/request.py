@@ -47,10 +47,7 @@ _REFUSALS: Final[dict[FinishReason, Refusal]] = {
     FinishReason.SHUTDOWN: UNLOADED,
     FinishReason.ERROR: (RefusalCode.INTERNAL, "the engine failed on this request"),
     FinishReason.FAULT: (RefusalCode.UNAVAILABLE, "the engine failed"),
-    FinishReason.MASK: (
-        RefusalCode.INVALID_GRAMMAR,
-        "the answer could not be held to its grammar to its end",
-    ),
+    FinishReason.MASK: (RefusalCode.INVALID_GRAMMAR, "the answer ended early"),
 }
 
 

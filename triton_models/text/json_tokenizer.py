@@ -17,6 +17,7 @@ import tokenizers
 from triton_models.directory import TOKENIZER_JSON, read_optional_json, tokenizer_config
 from triton_models.errors import CheckpointError, TextError, panics_are_errors
 from triton_models.text.tokenizers import Tokenizer, parts
+from wire.tokenizer_files import with_added_tokens
 
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -40,10 +41,14 @@ class JsonTokenizer(Tokenizer):
             CheckpointError: a file is missing or broken, the vocabulary is of another kind, or nothing is
                 said to end an answer.
         """
-        file = directory / TOKENIZER_JSON
+        file, config = directory / TOKENIZER_JSON, tokenizer_config(directory)
         try:
             document = file.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(document)
+            known = self._tokenizer.get_added_tokens_decoder()
+            completed = with_added_tokens(document, config, known)
+            if completed is not document:
+                self._tokenizer = tokenizers.Tokenizer.from_str(completed)
         except Exception as error:  # the library raises nothing more exact
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
         self._tokenizer.no_truncation()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,15 @@ from gateway.commands.size import (
 from gateway.commands.size import (
     fit as size,
 )
+from tests.triton_models.test_weight_formats import FORMATS
 from triton_models import families
-from triton_models.checkpoint import load_model
+from triton_models.checkpoint import load_model, read_quantization
 from triton_models.directory import NATIVE_TYPES
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import read_model_argument
 from triton_models.engine import backend, capacity, graphs
 from triton_models.engine.kernels.attention_prefill import FEW_ROWS
+from triton_models.engine.linear import Linear
 from triton_models.engine.quantised import GROUP, QUANTISATIONS
 from triton_models.engine.sampler import PlainRules
 from wire.options import OPTIONS
@@ -96,6 +99,62 @@ def test_sizes_of_transformers_own_classes_are_nearly_the_models(
     assert ours.weight_bytes(2) == pytest.approx(engines.nbytes(torch.bfloat16), rel=0.002)
     int4 = engines.nbytes(torch.bfloat16, QUANTISATIONS["int4"])
     assert ours.weight_bytes(2, int4=True) == pytest.approx(int4, rel=0.004)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_quantised_already_is_sized_as_it_is_held(tmp_path: Path, name: str, tied: bool) -> None:
+    shape = {
+        "model_type": "qwen2",
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "vocab_size": 9999,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "quantization_config": FORMATS[name][0],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    ours, engines, form = read_shape(tmp_path), families.read_shape(tmp_path), FORMATS[name][2]
+    stored, _ = read_quantization(tmp_path, None)
+    assert stored is not None
+    held = engines.nbytes(torch.bfloat16, form, form if stored.head else Linear)
+    assert ours.weight_bytes(2) == pytest.approx(held, rel=0.004)
+    assert (ours.stored is None) == (stored.quantization is None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_chatglms_own_quantised_files_are_sized_as_they_are_held(tmp_path: Path, bits: int) -> None:
+    document = json.loads((GOLDEN / "chatglm3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_bit": bits}))
+    held = families.read_shape(tmp_path).nbytes(torch.bfloat16, QUANTISATIONS[f"int{bits}"], Linear)
+    assert read_shape(tmp_path).weight_bytes(2) == held
+
+
+def test_what_is_quantised_already_is_not_advised_to_be(tmp_path: Path) -> None:
+    document = json.loads((GOLDEN / "chatglm3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(document | {"quantization_bit": 8}))
+    status, text = run("--model", str(tmp_path), "--gpu-memory", "0.5")
+    assert status == 1
+    assert "GiB  int8" in text
+    assert text.splitlines()[-2] == "It does not fit a GPU of 0.5 GiB in int8."
+    assert text.splitlines()[-1].startswith("Nor does it with `up --max-running 1`, which takes")
+    shape = replace(CHATGLM3_6B, stored="int4")
+    assert re.fullmatch(r"It does with `up --max-running \d+`.", advice(6, shape))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quantization_config": "awq"}, {"rope_scaling": "yarn"}, {"partial_rotary_factor": "half"}],
+)
+def test_values_of_another_kind(tmp_path: Path, changes: dict[str, object]) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "hidden_act": "silu"}
+    counts = dict.fromkeys(("num_hidden_layers", "vocab_size", "max_position_embeddings"), 8)
+    (tmp_path / "config.json").write_text(json.dumps(shape | counts | changes))
+    with pytest.raises(SizingError, match=r"config\.json: not a checkpoint that can be sized: "):
+        read_shape(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "n_routed_experts", "kv_lora_rank"])

@@ -13,6 +13,7 @@ from triton_models.engine.sequence import TokenLogprobs
 from triton_models.serving.chat_text import ChatText
 from triton_models.serving.request import RESPONSE_TOKENS, PromptReport
 from wire.meta import Meta, PromptLogprob, encode_meta
+from wire.refusal import RefusalCode
 from wire.request import Generation
 
 PROMPT = (
@@ -46,6 +47,14 @@ def test_each_choice_tells_the_whole_prompt(serve: Callable[..., Served], stream
     assert answer.metas[-1].usage.cached_tokens == 0
     plain = told(ask(served, streamed=streamed), 1)[0].text
     assert [choice.text for choice in told(answer, 2)] == [PROMPT + plain] * 2
+
+
+def test_an_empty_prompt_of_a_model_that_begins_none_is_refused(
+    serve: Callable[..., Served], text: ChatText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text.format, "_prefix", [])
+    refused = serve().ask("", prompt_logprobs=0, **GREEDY).wait().refused
+    assert refused == (RefusalCode.INVALID_REQUEST, "the prompt has no tokens")
 
 
 def test_a_chats_last_token_is_told_as_the_original_code_had_it(served: Served) -> None:

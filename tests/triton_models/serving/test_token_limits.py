@@ -163,6 +163,15 @@ def test_limits_that_contradict_the_grammar_are_the_requests_fault(served: Serve
     assert "allowed_token_ids" in message
 
 
+def test_limits_that_leave_nothing_are_named_where_there_is_no_grammar(
+    served: Served, text: ChatText
+) -> None:
+    code, message = served.ask(allowed_token_ids=[text.tokenizer.eos_id], min_tokens=2).wait().refused
+    assert code is RefusalCode.INVALID_GRAMMAR
+    assert "allowed_token_ids" in message
+    assert "grammar" not in message
+
+
 def test_an_id_outside_the_vocabulary_is_refused_by_name(served: Served) -> None:
     for name in ("allowed_token_ids", "stop_token_ids"):
         refused = served.ask(**{name: [10**6]}, bad_words=["x"]).wait()

@@ -118,6 +118,33 @@ def test_an_added_token_that_the_model_has_not_is_left_out(tmp_path: Path) -> No
     assert JsonTokenizer(tmp_path).size > len(SPECIAL) + 9
 
 
+@pytest.mark.parametrize("missing", [0, 1, 3, len(SPECIAL) + len(ANSWER)])
+@pytest.mark.parametrize("later", [0, 40], ids=["its id", "a later id"])
+@pytest.mark.parametrize("end", ["<|im_end|>", "</tool_call>"])
+def test_tokens_that_only_the_configuration_adds_are_as_transformers_has_them(
+    tmp_path: Path, missing: int, later: int, end: str
+) -> None:
+    write_tokenizer(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    everything = document["added_tokens"]
+    document["added_tokens"] = everything[: len(everything) - missing]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    listed = {f"{each['id'] + later * (each is everything[-1])}": each for each in everything}
+    written = {at: {key: each[key] for key in each if key != "id"} for at, each in listed.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"added_tokens_decoder": written}), encoding="utf-8"
+    )
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<think>b</tool_call>c<|im_end|>"
+    vocabulary, ours = Vocabulary.read(tmp_path), JsonTokenizer(tmp_path)
+    assert vocabulary.encode(text, rendered=True) == theirs.encode(text)
+    assert vocabulary.ends == (theirs.eos_token_id,)
+    assert ours.end_ids == [theirs.eos_token_id]
+    assert "".join(ours.display(each)[0] for each in theirs.encode(text)) == text
+    assert set(ours.special_ids) == set(SPECIAL)
+
+
 BLOCKS = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257, "i": 258, "▁h": 259}
 """A vocabulary as SentencePiece's: spaces as a block, and bytes for what it does not hold."""
 
