@@ -33,6 +33,7 @@ from gateway.settings.values import revealed
 from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
 from gateway.telemetry.tracing import Tracing
 from gateway.triton.dialects import Dialects
+from gateway.triton.errors import COUNTED
 from gateway.triton.options import OnDemandPolicy, PoolOptions
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.public import Plan, PublicModels
@@ -59,7 +60,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     if upstream is None:
         warn = settings.warn_of_faults and (place is None or place.number == 0)  # one process for all
         upstream = public = triton_upstream(settings, metrics, warn_of_faults=warn)
-        metrics.upstreams.look = public.states
+        metrics.upstreams.look, metrics.upstreams.codes = public.states, COUNTED
     metrics.models.set_function(lambda: len(upstream.models()))
     shared = SharedCounters(
         gauges=3 * Admission.GAUGES + 2,

@@ -369,8 +369,7 @@ class Records:
         duration = perf_counter() - record.arrived
         route = route_of()
         status, model, metrics = record.outcome, record.model, record.metrics
-        metrics.requests.labels(route, model, str(status)).inc()
-        metrics.request_duration.labels(route, model).observe(duration)
+        metrics.answered(route, model, status, duration)
         if record.generates:
             metrics.overhead.labels(model).observe(max(duration - record.waited_s, 0.0))
             if status == ClientGoneError.status:

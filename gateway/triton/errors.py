@@ -12,6 +12,7 @@ paths) is for the log.
 import enum
 import re
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 
@@ -159,6 +160,9 @@ class Fault(enum.Enum):
         """The label `code` of `tritongate_upstream_errors_total`."""
         return self.value.code
 
+
+COUNTED: Final = tuple(fault.code for fault in Fault if fault.value.upstream_at_fault)
+"""The values of the label `code`."""
 
 _REFUSALS = {
     RefusalCode.INVALID_REQUEST: Fault.INVALID_REQUEST,
