@@ -231,6 +231,16 @@ _OWN_WORDS = [
         ),
         Fault.INVALID_GRAMMAR,
     ),
+    (
+        re.compile(
+            r"At most \d+ \w+\(s\) may be provided in one prompt\."
+            r"|allowed_token_ids contains out-of-vocab token id"
+            r"|The [a-z_, ]+ sampling parameters are not yet supported with speculative decoding"
+            # How vLLM, from 0.14 on, ends whatever it says of one parameter of a request.
+            r"|(?<=Error generating stream: )[^\n]+(?= \(parameter=\w+(?:, value=[^\n]*)?\)$)"
+        ),
+        Fault.INVALID_REQUEST,
+    ),
 ]
 
 # Clients choose request ids, which may hold a bracket but never a space.
