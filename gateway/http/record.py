@@ -8,6 +8,7 @@ owner's name.
 import asyncio
 import dataclasses
 import logging
+import math
 import random
 import re
 import uuid
@@ -363,6 +364,21 @@ class Records:
         record.resources.callback(drain.leave)
         if not (record.probe or record.method in _READS):
             await self._pacing.enter()
+
+    def refused(self, error: GatewayError, client: str | None) -> str:
+        """Count and log what was refused before it was a request; return the id of its line."""
+        record = RequestRecord(
+            request_id=uuid.uuid4().hex,
+            method=UNKNOWN,
+            arrived=perf_counter(),
+            deadline=math.inf,
+            metrics=self.gateway.metrics,
+            resources=AsyncExitStack(),
+            client=client,
+            error=error,
+        )
+        self._finish(record, lambda: UNKNOWN)
+        return record.request_id
 
     def _finish(self, record: RequestRecord, route_of: Callable[[], str]) -> None:
         """Write the request's metrics, trace and log line, after everything else was released."""
