@@ -94,7 +94,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         key_limits=KeyLimits(settings.api_keys, shared),
         drain=Drain(),
         tracing=Tracing(settings.trace_endpoint, settings.trace_sample),
-        worker_metrics=None if place is None else WorkerMetrics(place, metrics),
+        worker_metrics=None if place is None else WorkerMetrics(place, metrics, shared.lives),
     )
 
     @asynccontextmanager

@@ -348,11 +348,13 @@ class WorkerMetrics:
     Args:
         place: this process's place.
         metrics: this process's metrics.
+        lives: tells whether the process with a number is there; one that is not is not asked.
     """
 
-    def __init__(self, place: Place, metrics: Metrics) -> None:
+    def __init__(self, place: Place, metrics: Metrics, lives: Callable[[int], bool]) -> None:
         self._place = place
         self._metrics = metrics
+        self._lives = lives
         self._asked: socket.socket
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -390,6 +392,8 @@ class WorkerMetrics:
     async def _ask(self, number: int) -> list[_Family] | None:
         if number == self._place.number:
             return _encodable(self._metrics.families())
+        if not self._lives(number):
+            return None
         with contextlib.suppress(msgspec.MsgspecError):
             answer = await _read(self._place, number)
             return None if answer is None else _decode(answer)
