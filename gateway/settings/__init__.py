@@ -43,7 +43,7 @@ from gateway.settings.values import (
     Workers,
     of_name,
 )
-from gateway.settings.wording import reason_of, unknown
+from gateway.settings.wording import reason_of, unknown, without_consequences
 
 ENV_PREFIX: Final = "TRITONGATE_"
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
@@ -482,7 +482,7 @@ def _checked(values: dict[str, Any], sources: dict[str, dict[str, Any]]) -> Sett
     try:
         return Settings(**values)
     except ValidationError as error:
-        faults = error.errors(include_input=False)
+        faults = without_consequences(error.errors(include_input=False))
         raise ConfigurationError("\n".join(_explain(fault, sources) for fault in faults)) from None
 
 

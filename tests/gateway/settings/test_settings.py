@@ -131,6 +131,14 @@ def test_errors_name_field_and_source(  # noqa: PLR0917 - a table
     assert "s3cret" not in message
 
 
+@pytest.mark.parametrize("given", ["triton", "triton,b:1", '["triton"]'])
+def test_what_is_wrong_in_a_list_is_all_that_is_said_of_it(given: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings({"upstreams": given, "port": -1})
+    fields = [line.partition(": ")[0] for line in str(error.value).splitlines()]
+    assert sorted(fields) == ["port", "upstreams.0"]
+
+
 def test_origins_become_what_browsers_send() -> None:
     given = "https://Page.example/,http://localhost:3000,null,chrome-extension://abc,*"
     assert load_settings({"cors_origins": given}).cors_origins == (
