@@ -393,7 +393,7 @@ def prompt(*, messages: BinaryIO, model: str, config: Path | None, timeout_s: fl
 
 def _load(config: Path | None, flags: dict[str, Any]) -> Settings:
     for name in unknown_variables():
-        click.echo(f"Warning: the environment variable {name} is not a setting; it is ignored", err=True)
+        click.echo(f"Warning: the environment variable {name} sets nothing; it is ignored", err=True)
     try:
         given = {
             name: ",".join(value) if isinstance(value, tuple) else value

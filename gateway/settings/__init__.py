@@ -41,6 +41,7 @@ from gateway.settings.values import (
     Origins,
     Upstreams,
     Workers,
+    is_service_link,
     of_name,
 )
 from gateway.settings.wording import reason_of, unknown, without_consequences
@@ -413,14 +414,10 @@ def settings_table() -> Iterator[SettingRow]:
 
 
 def unknown_variables() -> list[str]:
-    """Return the environment variables with our prefix that set nothing; they are probably misspelt.
-
-    Not an error: Kubernetes adds such variables to every container beside a service with our name.
-    """
+    """Return the environment variables with our prefix that set nothing: misspelt, or of Kubernetes."""
     known = {row.env for row in settings_table()} | OTHER_VARIABLES
-    return sorted(
-        name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
-    )
+    ours = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+    return sorted(name for name in ours if name.upper() not in known or is_service_link(ours[name]))
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Settings:
@@ -436,7 +433,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
     path = config or os.environ.get(CONFIG_VARIABLE)
     sources = {str(path): read_yaml(Path(path)) if path else {}}
     try:
-        sources["environment variable"] = EnvSettingsSource(Settings)()
+        found = EnvSettingsSource(Settings)().items()
+        sources["environment variable"] = {name: each for name, each in found if not is_service_link(each)}
     except SettingsError as error:
         # It is not JSON where a list of objects is expected. The cause may quote a key, so only the field's
         # name, which is in the library's own text, is reported.

@@ -260,6 +260,14 @@ def of_name(values: Iterable[str], *names: str) -> str | None:
     return next((named[name] for name in (*names, "") if named.get(name)), None)
 
 
+def is_service_link(value: object) -> bool:
+    """Tell whether an environment variable's value is what Kubernetes, or Docker, tells of a service.
+
+    Beside a service `tritongate`, every container has `TRITONGATE_PORT=tcp://10.96.0.1:8080`.
+    """
+    return isinstance(value, str) and value.startswith(("tcp://", "udp://", "sctp://"))
+
+
 def is_local(upstream: str) -> bool:
     """Tell whether an upstream is on this machine."""
     return is_loopback(upstream.removeprefix("dns:///").rpartition(":")[0])

@@ -162,6 +162,20 @@ def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     assert unknown_variables() == ["TRITONGATE_MAX_INFLIGHT"]
 
 
+def test_what_kubernetes_tells_of_a_service_of_our_name_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "TRITONGATE_PORT": "tcp://10.96.0.1:8080",
+        "TRITONGATE_PORT_8080_TCP": "tcp://10.96.0.1:8080",
+        "TRITONGATE_SERVICE_HOST": "10.96.0.1",
+        "TRITONGATE_KSERVE_HTTP_PORT": "tcp://10.96.0.2:8000",  # of a service `tritongate-kserve-http`
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    assert (settings.port, settings.kserve_http_port) == (8080, None)
+    assert unknown_variables() == sorted(told)
+
+
 def test_defaults() -> None:
     settings = load_settings()
     assert (settings.host, settings.port) == ("127.0.0.1", 8080)
