@@ -1,6 +1,7 @@
 import asyncio
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -318,13 +319,17 @@ SERVE = ["serve", "--port", "0", "--workers", "1", "--upstreams", "127.0.0.1:1"]
         (SERVE, "gateway.kserve.grpc"),
     ],
 )
-def test_ctrl_c_while_modules_are_imported_is_a_word(arguments: list[str], module: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_modules_are_imported_is_a_word(
+    arguments: list[str], module: str, number: signal.Signals
+) -> None:
+    """Without a handler a container's first process would never get a SIGTERM."""
     program = f"""
 import os, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), {number:d})
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
 sys.argv[1:] = {arguments!r}
@@ -332,7 +337,7 @@ import gateway.commands
 gateway.commands.run()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopping\n")
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "stopping\n")
 
 
 def test_a_port_of_a_start_under_way_is_taken(served: list[Any]) -> None:
