@@ -335,6 +335,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     try:
         inherited = Inherited.from_environment()
         status = run_gateway(settings, inherited=inherited, on_ready=lambda _url: inherited.tell_ready())
+        if not status:
+            inherited.outlast(settings.drain_s)
     except ListenError as error:
         raise _CannotListen(error, settings) from None
     sys.exit(status)
