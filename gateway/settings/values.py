@@ -24,6 +24,9 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
 
+_BRACKETS = re.compile(r"\s*\[[0-9A-Fa-f:.]+(%\w+)?\]:")
+"""The address of IPv6 that begins a list of `host:port`, which is no JSON."""
+
 AUTO: Final = "auto"
 _CORES_PER_WORKER: Final = 3
 """Triton, its models and whoever else is on the machine take the others."""
@@ -60,7 +63,7 @@ def split(value: Any) -> Any:
     """Read a list from a string, as in an environment variable: `a,b` or a JSON list."""
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("["):
+    if value.lstrip().startswith("[") and not _BRACKETS.match(value):
         try:
             return json.loads(value)
         except ValueError:

@@ -41,6 +41,16 @@ def test_lists_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str) ->
     assert load_settings().upstreams == ("a:1", "b:2")
 
 
+@pytest.mark.parametrize("text", ["[::1]:1,b:2", " [fe80::1%eth0]:1", '["[::1]:1", "b:2"]', "b:2,[::1]:1"])
+def test_addresses_of_ipv6_are_a_list_too(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TRITONGATE_UPSTREAMS", text)
+    from_environment = load_settings().upstreams
+    assert load_settings({"upstreams": text}).upstreams == from_environment
+    assert {each.rpartition(":")[0] for each in from_environment} <= {"[::1]", "[fe80::1%eth0]", "b"}
+    with pytest.raises(ConfigurationError, match="not a list"):
+        load_settings({"upstreams": "[a:1, b:2]"})
+
+
 def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONGATE_DEFAULT_MAX_TOKENS", "")
     assert load_settings().default_max_tokens is None
