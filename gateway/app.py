@@ -201,7 +201,6 @@ def triton_upstream(
         max_loaded_gib=settings.max_loaded_gib,
         min_loaded_s=settings.min_loaded_s,
         unload_idle_s=settings.unload_idle_s,
-        pinned=settings.pinned_models,
     )
 
     def pool(plan: Plan, names: Callable[[str], Sequence[str]]) -> TritonUpstream:
@@ -210,7 +209,11 @@ def triton_upstream(
             names=names,
             metrics=metrics,
             dialects=Dialects(plan.tokenizers, dict(plan.dialects)),
-            on_demand=replace(on_demand, gib=dict(plan.gib)) if settings.load_on_demand else None,
+            on_demand=(
+                replace(on_demand, gib=dict(plan.gib), pinned=plan.pinned)
+                if settings.load_on_demand
+                else None
+            ),
             idle_timeout_s=settings.idle_timeout_s,
             load_timeout_s=settings.load_timeout_s,
             upstream_wait_s=settings.upstream_wait_s,
