@@ -130,6 +130,15 @@ Models = Annotated[
 ]
 
 
+def public_name(models: Mapping[str, ModelSettings], name: str) -> str | None:
+    """Return the public name that `name` is, has as an alias, or has as its entry; None: no model has it."""
+    if name in models:
+        return name
+    named = (each for each, model in models.items() if name in model.aliases)
+    served = (each for each, model in models.items() if name == model.entry)
+    return next(named, None) or next(served, None)
+
+
 def contradictions(models: Mapping[str, ModelSettings], keys: set[str] | None) -> Iterator[str]:
     """Yield what is wrong with names together, each with the model and the key.
 

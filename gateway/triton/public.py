@@ -22,7 +22,7 @@ from gateway.core.request import Generation, with_system
 from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokenization, Tokens, Vector
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.settings import Settings
-from gateway.settings.models import ModelSettings
+from gateway.settings.models import ModelSettings, public_name
 from gateway.telemetry.metrics import UpstreamState
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.pool import TritonUpstream
@@ -223,7 +223,7 @@ class PublicModels:
         self._served = {name: _Served(name, each, pools[plan_of[name]]) for name, each in models.items()}
         self._names = {each: name for name, model in models.items() for each in (name, *model.aliases)}
         given = (each.rpartition("=") for each in settings.adapters)
-        self._adapters = {adapter: name for adapter, _, name in given} | {
+        self._adapters = {adapter: public_name(models, name) or name for adapter, _, name in given} | {
             adapter: name for name, model in models.items() for adapter in model.adapters
         }
         for plan, pool in old.items():

@@ -299,6 +299,15 @@ def test_adapters_are_names_with_their_models(value: str) -> None:
     assert load_settings({"upstreams": "a:1", "adapters": "t=m,u=m"}).adapters == ("t=m", "u=m")
 
 
+def test_adapters_of_no_model_are_named() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings({"models": "m,n", "adapters": "t=m,u=gone,n=m"})
+    assert str(error.value).splitlines() == [
+        "adapters: 'u' is for 'gone', which is no model",
+        "adapters: 'n' is a model already",
+    ]
+
+
 @pytest.mark.parametrize("value", ["v2", "=batched", "m=", "m=v2", "batched,m=x"])
 def test_contracts_are_known_ones(value: str) -> None:
     with pytest.raises(ConfigurationError, match="contract"):

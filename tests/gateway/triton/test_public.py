@@ -162,6 +162,13 @@ async def test_adapters_stand_behind_their_models_and_follow_them(serving: Servi
         serving.upstream.model("org/tuned")
 
 
+@pytest.mark.parametrize("name", ["other", "o", "m"])
+async def test_the_model_of_an_adapter_is_given_by_any_of_its_names(serving: Serving, name: str) -> None:
+    await serving.apply({"other": {"entry": "m", "aliases": ["o"]}}, adapters=[f"tuned={name}"])
+    assert listed(serving.upstream) == [("other", None), ("tuned", "other")]
+    assert serving.upstream.model("tuned").parent == "other"
+
+
 async def test_the_entry_gets_the_request_and_the_adapters_name(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
