@@ -37,6 +37,7 @@ from gateway.settings.values import (
     Files,
     Folders,
     Header,
+    Hosts,
     Names,
     Origins,
     Upstreams,
@@ -190,7 +191,7 @@ class Settings(YamlModel, BaseSettings):
     allow_anonymous: bool = Field(
         default=False, description="serve without keys even when bound to more than the loopback interface"
     )
-    allowed_hosts: Names = Field(
+    allowed_hosts: Hosts = Field(
         (),
         description="names that clients may call it by, *.example.org for all that end so, * for any; "
         "comma-separated; loopback names and IP addresses always may; unset: only those where it serves its "

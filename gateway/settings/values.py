@@ -21,6 +21,7 @@ from gateway.settings.files import YamlModel
 T = TypeVar("T")
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
 
@@ -140,6 +141,14 @@ def _origin(value: str) -> str:
     return origin
 
 
+def _host(value: str) -> str:
+    """Check a name as the header `Host` has it but for the port; it is compared in lower case."""
+    host = value.lower().removesuffix(".")
+    if not (_HOST.fullmatch(host) or is_address(host)):
+        raise ValueError(f"{value!r} is not a name, without scheme and port, nor *.example.org, nor *")
+    return host
+
+
 def _adapter(value: str) -> str:
     name, _, entry = value.rpartition("=")
     if not name or not entry or name == entry:
@@ -193,6 +202,7 @@ Upstreams = Listed[Annotated[str, AfterValidator(_upstream)]]
 Address = Annotated[str, AfterValidator(_address)]
 Files = Listed[Annotated[str, AfterValidator(_file)]]
 Names = Listed[Annotated[str, Field(min_length=1)]]
+Hosts = Listed[Annotated[str, AfterValidator(_host)]]
 Origins = Listed[Annotated[str, AfterValidator(_origin)]]
 Digests = Annotated[
     tuple[Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")], ...],

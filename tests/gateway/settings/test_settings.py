@@ -160,6 +160,21 @@ def test_origins_become_what_browsers_send() -> None:
     )
 
 
+def test_hosts_are_names_alone() -> None:
+    given = "Chat.example.,*.example.org,*,10.0.0.7,xn--fiq228c.example,a_b"
+    assert load_settings({"allowed_hosts": given}).allowed_hosts == (
+        "chat.example",
+        "*.example.org",
+        "*",
+        "10.0.0.7",
+        "xn--fiq228c.example",
+        "a_b",
+    )
+    for wrong in ("chat.example:8080", "https://chat.example", ".example.org", "chat.example/", "a*.example"):
+        with pytest.raises(ConfigurationError, match="without scheme and port"):
+            load_settings({"allowed_hosts": wrong})
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="No such file"):
         load_settings(config=tmp_path / "absent.yaml")
