@@ -85,10 +85,15 @@ def check_certificates(settings: "Settings") -> None:
     is replaced nor a change of keys.
 
     Raises:
-        ValueError: some cannot be used; the message names the file.
+        ValueError: some cannot be used, or are for no upstream; the message names the file, or the upstream.
     """
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_pair(settings.tls_cert, settings.tls_key)
-    for upstream in settings.all_upstreams():
+    upstreams = settings.all_upstreams()
+    for field in ("upstream_ca", "upstream_cert", "upstream_key"):
+        for name in (each.rpartition("=")[0] for each in getattr(settings, field)):
+            if name and name not in upstreams:  # and the one that is meant would be spoken to without
+                raise ValueError(f"{field}: no upstream is {name}; there are: {', '.join(upstreams)}")
+    for upstream in upstreams:
         if (tls := settings.tls_of(upstream)) is not None:
             tls.read()
