@@ -20,7 +20,7 @@ from gateway.settings.files import YamlModel
 
 T = TypeVar("T")
 
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
@@ -137,7 +137,7 @@ def _origin(value: str) -> str:
     """Check what browsers send as `Origin`: no path, not even a slash, and everything in lower case."""
     origin = value.lower().removesuffix("/")
     if not _ORIGIN.fullmatch(origin):
-        raise ValueError(f"{value!r} is not https://host[:port], nor *")
+        raise ValueError(f"{value!r} is not https://host[:port], of one host, nor * for all")
     return origin
 
 

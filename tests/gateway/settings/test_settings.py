@@ -113,6 +113,8 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, "api_keys: [{name: a, key: b, scopes: admin}]", ["api_keys.0.scopes: a list is needed"]),
         ({}, {}, "upstreams: []", ["upstreams: at least 1 is needed (from"]),
         ({}, {"CORS_ORIGINS": "example.org"}, "", ["cors_origins.0: 'example.org' is not https://host"]),
+        ({}, {"CORS_ORIGINS": "https://*.a.example"}, "", ["cors_origins.0", "of one host, nor * for all"]),
+        ({"cors_origins": "http://localhost:*"}, {}, "", ["cors_origins.0", "of one host, nor * for all"]),
         ({}, {}, "cors_origins: https://a.example/page", ["cors_origins.0", "is not https://host[:port]"]),
         ({}, {}, "api_keys: [{name: a, kee: s3cret}]", ["api_keys.0.kee: unknown key; did you mean key?"]),
         ({}, {}, "api_keys: [{name: a, key: b, zzz: 1}]", ["api_keys.0.zzz: unknown key (from"]),
