@@ -125,8 +125,8 @@ class Settings(YamlModel, BaseSettings):
         (),
         validate_default=True,
         description="names of the models in Triton to serve, comma-separated; empty: every one whose inputs "
-        "the gateway knows (ours, vLLM's, TensorRT-LLM's, embedding models); in YAML also a mapping of "
-        "public names, as in a models_file",
+        "the gateway knows (ours, vLLM's, TensorRT-LLM's, embedding models); in YAML, or as JSON, also "
+        "a mapping of public names, as in a models_file",
     )
     models_file: str | None = Field(
         None,

@@ -4,6 +4,7 @@ The setting `models` is a list of ids, each an entry served under its own name, 
 to what is set for them: one type for both.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -114,6 +115,11 @@ class ModelSettings(_Frozen):
 
 def _by_name(value: Any) -> Any:
     """Read ids, or what is set for public names."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError("neither names nor a JSON object of what is set for each") from None
     value = split(value)
     if isinstance(value, Mapping):
         return {
