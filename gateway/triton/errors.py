@@ -83,8 +83,13 @@ class Fault(enum.Enum):
         param="model",
     )
     NO_ADAPTER = Treatment(
-        "no_adapter", InvalidRequestError, "The model's backend does not have this adapter.", param="model"
+        "no_adapter",
+        InvalidRequestError,
+        "The model's backend does not have this adapter.",
+        failover=True,
+        param="model",
     )
+    """Another Triton may have it already, where they get a new one in turns."""
     NO_LOGIT_BIAS = Treatment(
         "no_logit_bias",
         InvalidRequestError,
@@ -241,6 +246,7 @@ _OWN_WORDS = [
         ),
         Fault.INVALID_REQUEST,
     ),
+    (re.compile(r"(?<=lora_name: )there is no adapter '[^'\n]*'"), Fault.NO_ADAPTER),  # of our entry
 ]
 
 # Clients choose request ids, which may hold a bracket but never a space.

@@ -169,6 +169,7 @@ def test_a_refusal_is_shown_without_what_follows_its_first_line_and_not_at_any_l
 
 def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repeated_elsewhere() -> None:
     assert {fault for fault in Fault if fault.value.failover} == {
+        Fault.NO_ADAPTER,
         Fault.QUEUE_FULL,
         Fault.UNREACHABLE,
         Fault.NOT_READY,
