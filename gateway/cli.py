@@ -32,6 +32,7 @@ from gateway.settings import (
     settings_table,
     unknown_variables,
 )
+from gateway.settings.guards import faults_of
 from gateway.settings.models import ModelSettings
 from gateway.settings.values import Scope
 from gateway.up import METRICS_PORT, plan_replicas, run_up
@@ -266,8 +267,11 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
                 **({} if limited else {"max_in_flight": settings.max_in_flight * len(addresses)}),
                 **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),
             }
+            serving = settings.model_copy(update=upstream)
+            if faults := [*faults_of(serving)]:  # which a worker would find, too, again and again
+                raise _Misconfigured("\n".join(faults))
             return run_gateway(
-                settings.model_copy(update=upstream),
+                serving,
                 listeners=listeners,
                 on_ready=lambda url: click.echo(greeting(url, [*models], listeners[0], settings)),
                 on_stop=on_stop,

@@ -215,6 +215,18 @@ def test_up_refuses_names_of_what_it_does_not_serve(served: list[Any], tmp_path:
     assert len(served) == 1
 
 
+def test_up_says_what_its_workers_would_not_take(served: list[Any], tmp_path: Path) -> None:
+    """Its key would go elsewhere in clear text; an adapter's model is none of its own."""
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {m: {}, there: {entry: x, upstreams: 'other:1'}}")
+    arguments = ["up", *KSERVE, "--port", "0", "--models-file", str(file)]
+    status, text = run(*arguments)
+    assert (status, "repository_key: it would go to other:1 in clear text" in text) == (2, True)
+    assert run(*arguments, "--plain-repository-key")[0] == 0
+    status, text = run("up", *KSERVE, "--port", "0", "--adapters", "tuned=elsewhere")
+    assert (status, "adapters: 'tuned' is for 'elsewhere', which is no model" in text) == (2, True)
+
+
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
     assert run("up", "--port", "0", *KSERVE, "--drain-s", "1", "--log-level", "info")[0] == 0
     assert (served[1].drain_s, served[1].log_level) == (1.0, "info")
