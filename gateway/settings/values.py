@@ -249,17 +249,25 @@ class ApiKey(YamlModel):
     def _one_secret(self) -> Self:
         if (self.key is None) == (self.sha256 is None):
             raise ValueError("give exactly one of key and sha256")
-        if self.key is not None and not self.key.get_secret_value():
+        text = revealed(self.key)
+        if text == "":
             raise ValueError("the key is empty")
+        if text is not None and text != text.strip():
+            raise ValueError("the key begins or ends with white space, which a header does not carry")
         return self
 
 
-def _one_name_each(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+def _one_owner_each(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
     _check_differ("keys", (key.name for key in keys))
+    owners: dict[bytes, str] = {}
+    for key in keys:
+        for digest in key.digests():
+            if owners.setdefault(digest, key.name) != key.name:
+                raise ValueError(f"{owners[digest]!r} and {key.name!r} are one key: nobody could tell whose")
     return keys
 
 
-ApiKeys = Annotated[tuple[ApiKey, ...], Field(max_length=KEYS_LIMIT), AfterValidator(_one_name_each)]
+ApiKeys = Annotated[tuple[ApiKey, ...], Field(max_length=KEYS_LIMIT), AfterValidator(_one_owner_each)]
 
 
 def revealed(secret: SecretStr | None) -> str | None:
