@@ -21,6 +21,7 @@ from gateway.settings.files import YamlModel
 T = TypeVar("T")
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
@@ -109,6 +110,12 @@ def _file(value: str) -> str:
 def _header(value: SecretStr) -> SecretStr:
     if not _HEADER.fullmatch(value.get_secret_value()):
         raise ValueError("not KEY=VALUE, of a KEY in lower case (a-z, 0-9, -, _, .) and printable ASCII")
+    return value
+
+
+def _digest(value: str) -> str:
+    if not _DIGEST.fullmatch(value):  # it may be a key, which is not to be repeated
+        raise ValueError("64 hexadecimal digits are needed, as sha256sum prints them")
     return value
 
 
@@ -205,7 +212,7 @@ Names = Listed[Annotated[str, Field(min_length=1)]]
 Hosts = Listed[Annotated[str, AfterValidator(_host)]]
 Origins = Listed[Annotated[str, AfterValidator(_origin)]]
 Digests = Annotated[
-    tuple[Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")], ...],
+    tuple[Annotated[str, AfterValidator(_digest)], ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Field(min_length=1),
 ]

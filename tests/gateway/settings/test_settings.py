@@ -123,6 +123,7 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, "api_keys: [{name: a, key: s3cret}, {name: b, key: s3cret}]", ["'a' and 'b' are one key"]),
         ({}, {}, "api_keys: [{name: a, key: ' s3cret'}]", ["api_keys.0", "with white space"]),
         ({}, {}, "api_keys:\n- name: a\n  key: |\n    s3cret\n", ["api_keys.0", "with white space"]),
+        ({}, {}, "api_keys: [{name: a, sha256: s3cret}]", ["sha256.0: 64 hexadecimal digits are needed"]),
         ({}, {}, "- 1", ["gateway.yaml", "mapping"]),
         ({}, {}, "port: 1\nkey: s3cret: [", ["gateway.yaml", "line 2"]),
         ({"host": "0.0.0.0"}, {}, "", ["host", "--keys-file FILE", "--allow-anonymous"]),  # noqa: S104
