@@ -495,5 +495,5 @@ def _explain(fault: Any, sources: dict[str, dict[str, Any]]) -> str:
     if fault["type"] == "extra_forbidden":
         reason = unknown(fault["loc"], Settings)
     row = next((row for row in settings_table() if row.name == field), None)
-    names = {"flag": f" {row.flag}", "environment variable": f" {row.env}"} if row else {}
+    names = {"flag": f" {row.flag or '--api-key'}", "environment variable": f" {row.env}"} if row else {}
     return f"{dotted}: {reason} (from {source}{names.get(source, '')})"

@@ -246,6 +246,7 @@ def test_up_takes_one_key_that_goes_no_further(
     (tmp_path / "keys.yaml").write_text("api_keys: [{name: a, key: b}]")
     for more, words in (
         (["--api-key", ""], "--api-key: the key is empty"),
+        (["--api-key", " s3cret"], "white space, which a header does not carry (from flag --api-key)"),
         (["--keys-file", str(tmp_path / "keys.yaml")], "give one of the two"),
     ):
         status, text = run(*arguments, *more)
