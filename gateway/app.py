@@ -14,8 +14,8 @@ from gateway import version
 from gateway.anthropic import routes as anthropic
 from gateway.core.upstream import Upstream
 from gateway.http import openapi, ops, routes, tokens
-from gateway.http.middleware import IGNORED_HEADER, BodyLimitMiddleware, RecordMiddleware, error_handlers
-from gateway.http.record import REQUEST_ID_HEADER, Gateway, Records
+from gateway.http.middleware import BodyLimitMiddleware, RecordMiddleware, error_handlers
+from gateway.http.record import Gateway, Records
 from gateway.http.sites import Sites
 from gateway.http.sse import let_drains_finish_streams
 from gateway.kserve import http as kserve_http
@@ -32,6 +32,7 @@ from gateway.settings.values import revealed
 from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
 from gateway.telemetry.tracing import Tracing
 from gateway.triton.dialects import Dialects
+from gateway.triton.errors import COUNTED
 from gateway.triton.options import OnDemandPolicy, PoolOptions
 from gateway.triton.pool import TritonUpstream
 from gateway.triton.public import Plan, PublicModels
@@ -58,7 +59,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
     if upstream is None:
         warn = settings.warn_of_faults and (place is None or place.number == 0)  # one process for all
         upstream = public = triton_upstream(settings, metrics, warn_of_faults=warn)
-        metrics.upstreams.look = public.states
+        metrics.upstreams.look, metrics.upstreams.codes = public.states, COUNTED
     metrics.models.set_function(lambda: len(upstream.models()))
     shared = SharedCounters(
         gauges=3 * Admission.GAUGES + 2,
@@ -92,7 +93,7 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
         key_limits=KeyLimits(settings.api_keys, shared),
         drain=Drain(),
         tracing=Tracing(settings.trace_endpoint, settings.trace_sample),
-        worker_metrics=None if place is None else WorkerMetrics(place, metrics),
+        worker_metrics=None if place is None else WorkerMetrics(place, metrics, shared.lives),
     )
 
     @asynccontextmanager
@@ -152,7 +153,8 @@ def create_app(settings: Settings, upstream: Upstream | None = None, place: Plac
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             allow_private_network=True,  # these sites are named, wherever they are
-            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
+            # What SDKs go by is among them. Of a request with cookies, which are not allowed, * is none.
+            expose_headers=["*"],
         )
     openapi.install(app)
     return app
@@ -198,7 +200,6 @@ def triton_upstream(
         max_loaded_gib=settings.max_loaded_gib,
         min_loaded_s=settings.min_loaded_s,
         unload_idle_s=settings.unload_idle_s,
-        pinned=settings.pinned_models,
     )
 
     def pool(plan: Plan, names: Callable[[str], Sequence[str]]) -> TritonUpstream:
@@ -207,7 +208,11 @@ def triton_upstream(
             names=names,
             metrics=metrics,
             dialects=Dialects(plan.tokenizers, dict(plan.dialects)),
-            on_demand=replace(on_demand, gib=dict(plan.gib)) if settings.load_on_demand else None,
+            on_demand=(
+                replace(on_demand, gib=dict(plan.gib), pinned=plan.pinned)
+                if settings.load_on_demand
+                else None
+            ),
             idle_timeout_s=settings.idle_timeout_s,
             load_timeout_s=settings.load_timeout_s,
             upstream_wait_s=settings.upstream_wait_s,

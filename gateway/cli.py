@@ -32,6 +32,7 @@ from gateway.settings import (
     settings_table,
     unknown_variables,
 )
+from gateway.settings.guards import faults_of
 from gateway.settings.models import ModelSettings
 from gateway.settings.values import Scope
 from gateway.up import METRICS_PORT, plan_replicas, run_up
@@ -266,8 +267,11 @@ def up(*, config: Path | None, api_key: str | None, **values: Any) -> None:
                 **({} if limited else {"max_in_flight": settings.max_in_flight * len(addresses)}),
                 **dict.fromkeys(("upstream_ca", "upstream_cert", "upstream_key"), ()),
             }
+            serving = settings.model_copy(update=upstream)
+            if faults := [*faults_of(serving)]:  # which a worker would find, too, again and again
+                raise _Misconfigured("\n".join(faults))
             return run_gateway(
-                settings.model_copy(update=upstream),
+                serving,
                 listeners=listeners,
                 on_ready=lambda url: click.echo(greeting(url, [*models], listeners[0], settings)),
                 on_stop=on_stop,
@@ -335,6 +339,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     try:
         inherited = Inherited.from_environment()
         status = run_gateway(settings, inherited=inherited, on_ready=lambda _url: inherited.tell_ready())
+        if not status:
+            inherited.outlast(settings.drain_s)
     except ListenError as error:
         raise _CannotListen(error, settings) from None
     sys.exit(status)
@@ -393,7 +399,7 @@ def prompt(*, messages: BinaryIO, model: str, config: Path | None, timeout_s: fl
 
 def _load(config: Path | None, flags: dict[str, Any]) -> Settings:
     for name in unknown_variables():
-        click.echo(f"Warning: the environment variable {name} is not a setting; it is ignored", err=True)
+        click.echo(f"Warning: the environment variable {name} sets nothing; it is ignored", err=True)
     try:
         given = {
             name: ",".join(value) if isinstance(value, tuple) else value

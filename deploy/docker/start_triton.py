@@ -8,8 +8,11 @@ everything but health, metadata, configurations and inference. Every flag may al
 as TRITONGATE_ENGINE_ and its name.
 """
 
+import fcntl
 import os
+import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from triton_models.tracing import trace_arguments
 from wire.flags import model_flags
 
 _SERVER = "tritonserver"
+_PREFIX = "tritongate-repository-"
 
 
 @click.command(context_settings={"max_content_width": 110, "auto_envvar_prefix": "TRITONGATE_ENGINE"})
@@ -43,7 +47,7 @@ def main(  # noqa: D103 - the module's docstring is its help
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    repository = Path(tempfile.mkdtemp(prefix="repository-"))
+    repository = _new_repository()
     try:
         served = write_models(repository, model, device=device, options=options)
     except SetupError as error:
@@ -56,6 +60,29 @@ def main(  # noqa: D103 - the module's docstring is its help
         *trace_arguments(options["trace_endpoint"]),
     ]
     os.execvp(_SERVER, [_SERVER, *own, *arguments])  # noqa: S606 - what we are for
+
+
+def _new_repository() -> Path:
+    """Make a folder for this server, and remove those of servers that have ended, which cannot do it.
+
+    Each is locked by a descriptor that its server inherits, so the kernel tells whether that has ended.
+    """
+    for left in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
+        with suppress(OSError):  # it is in use, or another user's
+            descriptor = os.open(left, os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(descriptor)
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        descriptor = os.open(made, os.O_DIRECTORY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if made.exists():  # else another start took it for one that was left, before it was locked
+            os.set_inheritable(descriptor, True)  # noqa: FBT003 - positional only
+            return made
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

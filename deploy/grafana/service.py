@@ -93,7 +93,7 @@ def service() -> Dashboard:
         lines(
             "Turned away",
             Query(
-                per_second("tritongate_requests_rejected_total", _MODEL, "model, reason"),
+                per_second("tritongate_requests_rejected_total", _MODEL, "model, reason") + " > 0",
                 "{{model}} {{reason}}",
             ),
             unit="reqps",

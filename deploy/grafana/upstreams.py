@@ -25,7 +25,7 @@ def upstreams() -> Dashboard:
         lines(
             "Failures by kind",
             Query(
-                per_second("tritongate_upstream_errors_total", _MODEL, "model, upstream, code"),
+                per_second("tritongate_upstream_errors_total", _MODEL, "model, upstream, code") + " > 0",
                 "{{model}} on {{upstream}}: {{code}}",
             ),
             unit="reqps",

@@ -10,9 +10,14 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def run() -> None:
-    """Be the program: from here on, Ctrl-C ends it in a word, even while modules are imported."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background job
-        signal.signal(signal.SIGINT, stop_at_once)
+    """Be the program: from here on, Ctrl-C ends it in a word, even while modules are imported.
+
+    So does a SIGTERM, which the kernel would drop for want of a handler where this is a container's first
+    process: whoever stops the container would wait until it is killed.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a shell's background job
+            signal.signal(number, stop_at_once)
     # Its library writes lines of its own among those of the log: of each failed TLS handshake, for example.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from gateway.cli import main  # noqa: PLC0415 - takes half a second

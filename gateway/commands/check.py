@@ -147,13 +147,31 @@ def _report(
 
 
 def _unused(settings: Settings, reached: Sequence[Reached]) -> Iterator[Finding]:
-    """Yield for which names there are tokenizers, but no models."""
-    models = {name: settings.model(name).entry for name in settings.models}
-    names = sorted({*models, *models.values()}.union(*(each.entries for each in reached)))
-    for name in (each.rpartition("=")[0] for each in settings.tokenizers):
-        if name and name not in names:
-            there = ", ".join(names) or "none"
-            yield Finding(ok=False, text=f"tokenizers: no model is called {name!r}; there are: {there}")
+    """Yield which names other settings give to models that none has."""
+    models = {name: settings.model(name) for name in settings.models}
+    entries = {model.entry for model in models.values()}.union(*(each.entries for each in reached))
+    public = {*models} or entries
+    aliases = {alias for model in models.values() for alias in model.aliases}
+    adapters = {each for model in models.values() for each in model.adapters}
+    adapters |= _named(settings.adapters)
+    given = [
+        ("tokenizers", _named(settings.tokenizers), public | entries),
+        ("contract", _named(settings.contract), public | entries),
+        ("pinned_models", settings.pinned_models, public | aliases | entries),
+        *(
+            (f"models of the key {key.name}", key.models, public | aliases | adapters)
+            for key in settings.api_keys
+        ),
+    ]
+    for what, names, known in given:
+        for name in sorted({*names} - known):
+            there = ", ".join(sorted(known)) or "none"
+            yield Finding(ok=False, text=f"{what}: no model is called {name!r}; there are: {there}")
+
+
+def _named(values: Sequence[str]) -> set[str]:
+    """Return the names in NAME=VALUE, but not that of what is for all."""
+    return {each.rpartition("=")[0] for each in values} - {""}
 
 
 def _replica(name: str, replica: Replica) -> Finding:

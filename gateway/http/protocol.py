@@ -23,6 +23,7 @@ from gateway.errors import (
     UnavailableError,
     render,
 )
+from gateway.http.record import REQUEST_ID_HEADER, Records
 from gateway.limits.admission import Connections
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ class _Parser(httptools.HttpRequestParser):
         while True:
             try:
                 httptools.HttpRequestParser.feed_data(parser, rest)
+            except httptools.HttpParserError:
+                self._protocol.send_400_response("Invalid HTTP request received.")
+                return
             except httptools.HttpParserUpgrade as upgrade:
                 if not parser.asks_upgrade():
                     return
@@ -89,17 +93,28 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection, which counts among `bound`; ends if its client reads nothing for `send_timeout_s`."""
+    """One connection, which counts among `bound`; ends if its client reads nothing for `send_timeout_s`.
+
+    `records` gets what is refused here, and becomes no request.
+    """
 
     parser: _Parser
 
     _tls_seen: ClassVar[bool] = False
     """Whether the log of this process says already that a client spoke TLS."""
 
-    def __init__(self, *arguments: Any, bound: Connections, send_timeout_s: float, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        bound: Connections,
+        records: Records,
+        send_timeout_s: float,
+        **keywords: Any,
+    ) -> None:
         super().__init__(*arguments, **keywords)
         self.parser = _Parser(self)
         self._bound = bound
+        self._records = records
         self._send_timeout_s = send_timeout_s
         self._counted = False
         self._head_timeout_s = HEAD_TIMEOUT_S
@@ -238,10 +253,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_head()
         self._refused = True
         body = msgspec.json.encode(render(error))
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
-            body
-        )
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        headers = {
+            "content-type": "application/json",
+            "connection": "close",
+            "content-length": len(body),
+            REQUEST_ID_HEADER.lower(): self._records.refused(error, self.client[0] if self.client else None),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         if self.transport.can_write_eof():  # not by TLS
             self.transport.write_eof()
         self.loop.call_later(_LINGER_S, self.transport.close)

@@ -8,6 +8,7 @@ owner's name.
 import asyncio
 import dataclasses
 import logging
+import math
 import random
 import re
 import uuid
@@ -364,13 +365,27 @@ class Records:
         if not (record.probe or record.method in _READS):
             await self._pacing.enter()
 
+    def refused(self, error: GatewayError, client: str | None) -> str:
+        """Count and log what was refused before it was a request; return the id of its line."""
+        record = RequestRecord(
+            request_id=uuid.uuid4().hex,
+            method=UNKNOWN,
+            arrived=perf_counter(),
+            deadline=math.inf,
+            metrics=self.gateway.metrics,
+            resources=AsyncExitStack(),
+            client=client,
+            error=error,
+        )
+        self._finish(record, lambda: UNKNOWN)
+        return record.request_id
+
     def _finish(self, record: RequestRecord, route_of: Callable[[], str]) -> None:
         """Write the request's metrics, trace and log line, after everything else was released."""
         duration = perf_counter() - record.arrived
         route = route_of()
         status, model, metrics = record.outcome, record.model, record.metrics
-        metrics.requests.labels(route, model, str(status)).inc()
-        metrics.request_duration.labels(route, model).observe(duration)
+        metrics.answered(route, model, status, duration)
         if record.generates:
             metrics.overhead.labels(model).observe(max(duration - record.waited_s, 0.0))
             if status == ClientGoneError.status:

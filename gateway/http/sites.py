@@ -33,7 +33,7 @@ class Sites:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._hosts = tuple(host.lower() for host in settings.allowed_hosts)
+        self._hosts = settings.allowed_hosts
         self._origins = frozenset(settings.cors_origins)
         # A rebound page has no key. Without keys, only what serves this machine alone can know its own names.
         self._any_host = ANY in self._hosts or not (

@@ -142,6 +142,10 @@ class SharedCounters(Numbers):
         """Whether each process has been ready to serve, or has failed so often that it is not waited for."""
         return self._lock is None or any(self._column(_BEGUN))
 
+    def lives(self, process: int) -> bool:
+        """Whether the process with that number has started, and has not been found ended since."""
+        return bool(self._alive[process])
+
     def named(self, name: str) -> Numbers | None:
         """Return the numbers of `name`, the same in every process; None: there is no room for another name.
 

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import select
 import signal
 import socket
 import stat
@@ -48,12 +49,15 @@ class Inherited:
 
     Args:
         sockets: that listen, or hold an address.
-        ready: descriptor of the pipe to a process that goes on until this one is ready; None: there is none.
+        ready: descriptor of the pipe to a process that goes on until this one is ready, and keeps the other
+            end open until it has ended; None: there is none.
     """
 
     def __init__(self, sockets: Sequence[socket.socket] = (), ready: int | None = None) -> None:
         self._sockets = list(sockets)
         self._ready = ready
+        self._before: int | None = None
+        """The same, once that process knows that this one is ready."""
         self.succeeds = ready is not None
         """Whether another process serves until this one is ready."""
 
@@ -98,9 +102,18 @@ class Inherited:
         if self._ready is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
                 os.write(self._ready, b"\n")
-            os.close(self._ready)
-            self._ready = None
+            self._before, self._ready = self._ready, None
         notify("READY=1")
+
+    def outlast(self, within_s: float) -> None:
+        """Wait until the process before this one has ended, but for so long at most.
+
+        A service manager that stops this one would kill it in the middle of its last answers.
+        """
+        if self._before is not None:
+            end = select.poll()
+            end.register(self._before, 0)  # for the error that nobody can read it any more
+            end.poll(within_s * 1000)
 
 
 def _identity(listener: socket.socket) -> int:
@@ -146,10 +159,10 @@ async def hand_over(sockets: Sequence[socket.socket]) -> bool:
             status = await asyncio.to_thread(process.wait)
             _log.error("not handed over: the successor ended", extra={"status": status})
     finally:
-        os.close(reading)
         if not ready:
+            os.close(reading)
             await asyncio.shield(asyncio.to_thread(_end, process))
-    if ready:
+    if ready:  # the pipe stays open until this process ends: see `Inherited.outlast`
         notify(f"MAINPID={process.pid}")
     return ready
 

@@ -211,6 +211,7 @@ def make_server(app: FastAPI, certificate: Certificate | None = None) -> Server:
     protocol = partial(
         BoundedHttpProtocol,
         bound=app.state.connections,
+        records=app.state.records,
         send_timeout_s=app.state.gateway.settings.send_timeout_s,
     )
     with contextlib.nullcontext() if certificate is None else file_of(certificate.newest) as path:

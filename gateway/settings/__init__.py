@@ -37,13 +37,15 @@ from gateway.settings.values import (
     Files,
     Folders,
     Header,
+    Hosts,
     Names,
     Origins,
     Upstreams,
     Workers,
+    is_service_link,
     of_name,
 )
-from gateway.settings.wording import reason_of, unknown
+from gateway.settings.wording import reason_of, unknown, without_consequences
 
 ENV_PREFIX: Final = "TRITONGATE_"
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
@@ -123,8 +125,8 @@ class Settings(YamlModel, BaseSettings):
         (),
         validate_default=True,
         description="names of the models in Triton to serve, comma-separated; empty: every one whose inputs "
-        "the gateway knows (ours, vLLM's, TensorRT-LLM's, embedding models); in YAML also a mapping of "
-        "public names, as in a models_file",
+        "the gateway knows (ours, vLLM's, TensorRT-LLM's, embedding models); in YAML, or as JSON, also "
+        "a mapping of public names, as in a models_file",
     )
     models_file: str | None = Field(
         None,
@@ -189,7 +191,7 @@ class Settings(YamlModel, BaseSettings):
     allow_anonymous: bool = Field(
         default=False, description="serve without keys even when bound to more than the loopback interface"
     )
-    allowed_hosts: Names = Field(
+    allowed_hosts: Hosts = Field(
         (),
         description="names that clients may call it by, *.example.org for all that end so, * for any; "
         "comma-separated; loopback names and IP addresses always may; unset: only those where it serves its "
@@ -413,14 +415,10 @@ def settings_table() -> Iterator[SettingRow]:
 
 
 def unknown_variables() -> list[str]:
-    """Return the environment variables with our prefix that set nothing; they are probably misspelt.
-
-    Not an error: Kubernetes adds such variables to every container beside a service with our name.
-    """
+    """Return the environment variables with our prefix that set nothing: misspelt, or of Kubernetes."""
     known = {row.env for row in settings_table()} | OTHER_VARIABLES
-    return sorted(
-        name for name in os.environ if name.upper().startswith(ENV_PREFIX) and name.upper() not in known
-    )
+    ours = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+    return sorted(name for name in ours if name.upper() not in known or is_service_link(ours[name]))
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Settings:
@@ -436,7 +434,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, config: Path | None = 
     path = config or os.environ.get(CONFIG_VARIABLE)
     sources = {str(path): read_yaml(Path(path)) if path else {}}
     try:
-        sources["environment variable"] = EnvSettingsSource(Settings)()
+        found = EnvSettingsSource(Settings)().items()
+        sources["environment variable"] = {name: each for name, each in found if not is_service_link(each)}
     except SettingsError as error:
         # It is not JSON where a list of objects is expected. The cause may quote a key, so only the field's
         # name, which is in the library's own text, is reported.
@@ -482,7 +481,7 @@ def _checked(values: dict[str, Any], sources: dict[str, dict[str, Any]]) -> Sett
     try:
         return Settings(**values)
     except ValidationError as error:
-        faults = error.errors(include_input=False)
+        faults = without_consequences(error.errors(include_input=False))
         raise ConfigurationError("\n".join(_explain(fault, sources) for fault in faults)) from None
 
 
@@ -496,5 +495,5 @@ def _explain(fault: Any, sources: dict[str, dict[str, Any]]) -> str:
     if fault["type"] == "extra_forbidden":
         reason = unknown(fault["loc"], Settings)
     row = next((row for row in settings_table() if row.name == field), None)
-    names = {"flag": f" {row.flag}", "environment variable": f" {row.env}"} if row else {}
+    names = {"flag": f" {row.flag or '--api-key'}", "environment variable": f" {row.env}"} if row else {}
     return f"{dotted}: {reason} (from {source}{names.get(source, '')})"

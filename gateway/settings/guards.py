@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gateway.settings.certificates import check_pair
-from gateway.settings.models import ModelSettings, contradictions
+from gateway.settings.models import ModelSettings, contradictions, public_name
 from gateway.settings.values import is_local, is_loopback
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def faults_of(settings: "Settings") -> Iterator[str]:
     # Keys of a file come and go: a model for none of them is for nobody.
     names = None if settings.keys_file else {key.name for key in settings.api_keys}
     yield from contradictions(models, names)
+    for adapter, _, name in (each.rpartition("=") for each in settings.adapters if models):
+        if public_name(models, adapter) == adapter:
+            yield f"adapters: {adapter!r} is a model already"
+        if public_name(models, name) is None:
+            yield f"adapters: {adapter!r} is for {name!r}, which is no model"
     if settings.max_loaded_gib is not None:
         yield from _unmeasured(models, settings.max_loaded_gib)
 
@@ -80,10 +85,15 @@ def check_certificates(settings: "Settings") -> None:
     is replaced nor a change of keys.
 
     Raises:
-        ValueError: some cannot be used; the message names the file.
+        ValueError: some cannot be used, or are for no upstream; the message names the file, or the upstream.
     """
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_pair(settings.tls_cert, settings.tls_key)
-    for upstream in settings.all_upstreams():
+    upstreams = settings.all_upstreams()
+    for field in ("upstream_ca", "upstream_cert", "upstream_key"):
+        for name in (each.rpartition("=")[0] for each in getattr(settings, field)):
+            if name and name not in upstreams:  # and the one that is meant would be spoken to without
+                raise ValueError(f"{field}: no upstream is {name}; there are: {', '.join(upstreams)}")
+    for upstream in upstreams:
         if (tls := settings.tls_of(upstream)) is not None:
             tls.read()

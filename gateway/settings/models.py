@@ -4,6 +4,7 @@ The setting `models` is a list of ids, each an entry served under its own name, 
 to what is set for them: one type for both.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -114,6 +115,11 @@ class ModelSettings(_Frozen):
 
 def _by_name(value: Any) -> Any:
     """Read ids, or what is set for public names."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError("neither names nor a JSON object of what is set for each") from None
     value = split(value)
     if isinstance(value, Mapping):
         return {
@@ -128,6 +134,15 @@ def _by_name(value: Any) -> Any:
 Models = Annotated[
     Mapping[Annotated[str, Field(min_length=1)], ModelSettings], NoDecode, BeforeValidator(_by_name)
 ]
+
+
+def public_name(models: Mapping[str, ModelSettings], name: str) -> str | None:
+    """Return the public name that `name` is, has as an alias, or has as its entry; None: no model has it."""
+    if name in models:
+        return name
+    named = (each for each, model in models.items() if name in model.aliases)
+    served = (each for each, model in models.items() if name == model.entry)
+    return next(named, None) or next(served, None)
 
 
 def contradictions(models: Mapping[str, ModelSettings], keys: set[str] | None) -> Iterator[str]:

@@ -20,9 +20,14 @@ from gateway.settings.files import YamlModel
 
 T = TypeVar("T")
 
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@,*]+")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _HEADER = re.compile(r"[a-z0-9_.-]+(?<!-bin)=[!-~]([ -~]*[!-~])?")
 """KEY=VALUE that HTTP/2 can carry as a header; names that end in -bin are for binary values."""
+
+_BRACKETS = re.compile(r"\s*\[[0-9A-Fa-f:.]+(%\w+)?\]:")
+"""The address of IPv6 that begins a list of `host:port`, which is no JSON."""
 
 AUTO: Final = "auto"
 _CORES_PER_WORKER: Final = 3
@@ -60,7 +65,7 @@ def split(value: Any) -> Any:
     """Read a list from a string, as in an environment variable: `a,b` or a JSON list."""
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("["):
+    if value.lstrip().startswith("[") and not _BRACKETS.match(value):
         try:
             return json.loads(value)
         except ValueError:
@@ -108,6 +113,12 @@ def _header(value: SecretStr) -> SecretStr:
     return value
 
 
+def _digest(value: str) -> str:
+    if not _DIGEST.fullmatch(value):  # it may be a key, which is not to be repeated
+        raise ValueError("64 hexadecimal digits are needed, as sha256sum prints them")
+    return value
+
+
 def _contract(value: str) -> str:
     name, equals, contract = value.rpartition("=")
     if contract not in list(Contract) or (equals and not name):
@@ -133,8 +144,16 @@ def _origin(value: str) -> str:
     """Check what browsers send as `Origin`: no path, not even a slash, and everything in lower case."""
     origin = value.lower().removesuffix("/")
     if not _ORIGIN.fullmatch(origin):
-        raise ValueError(f"{value!r} is not https://host[:port], nor *")
+        raise ValueError(f"{value!r} is not https://host[:port], of one host, nor * for all")
     return origin
+
+
+def _host(value: str) -> str:
+    """Check a name as the header `Host` has it but for the port; it is compared in lower case."""
+    host = value.lower().removesuffix(".")
+    if not (_HOST.fullmatch(host) or is_address(host)):
+        raise ValueError(f"{value!r} is not a name, without scheme and port, nor *.example.org, nor *")
+    return host
 
 
 def _adapter(value: str) -> str:
@@ -190,9 +209,10 @@ Upstreams = Listed[Annotated[str, AfterValidator(_upstream)]]
 Address = Annotated[str, AfterValidator(_address)]
 Files = Listed[Annotated[str, AfterValidator(_file)]]
 Names = Listed[Annotated[str, Field(min_length=1)]]
+Hosts = Listed[Annotated[str, AfterValidator(_host)]]
 Origins = Listed[Annotated[str, AfterValidator(_origin)]]
 Digests = Annotated[
-    tuple[Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")], ...],
+    tuple[Annotated[str, AfterValidator(_digest)], ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
     Field(min_length=1),
 ]
@@ -236,17 +256,25 @@ class ApiKey(YamlModel):
     def _one_secret(self) -> Self:
         if (self.key is None) == (self.sha256 is None):
             raise ValueError("give exactly one of key and sha256")
-        if self.key is not None and not self.key.get_secret_value():
+        text = revealed(self.key)
+        if text == "":
             raise ValueError("the key is empty")
+        if text is not None and text != text.strip():
+            raise ValueError("the key begins or ends with white space, which a header does not carry")
         return self
 
 
-def _one_name_each(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+def _one_owner_each(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
     _check_differ("keys", (key.name for key in keys))
+    owners: dict[bytes, str] = {}
+    for key in keys:
+        for digest in key.digests():
+            if owners.setdefault(digest, key.name) != key.name:
+                raise ValueError(f"{owners[digest]!r} and {key.name!r} are one key: nobody could tell whose")
     return keys
 
 
-ApiKeys = Annotated[tuple[ApiKey, ...], Field(max_length=KEYS_LIMIT), AfterValidator(_one_name_each)]
+ApiKeys = Annotated[tuple[ApiKey, ...], Field(max_length=KEYS_LIMIT), AfterValidator(_one_owner_each)]
 
 
 def revealed(secret: SecretStr | None) -> str | None:
@@ -258,6 +286,14 @@ def of_name(values: Iterable[str], *names: str) -> str | None:
     """Return the value for the first of `names` that has one, of NAME=VALUE, or else the one for all."""
     named = {each: value for each, _, value in (text.rpartition("=") for text in values)}
     return next((named[name] for name in (*names, "") if named.get(name)), None)
+
+
+def is_service_link(value: object) -> bool:
+    """Tell whether an environment variable's value is what Kubernetes, or Docker, tells of a service.
+
+    Beside a service `tritongate`, every container has `TRITONGATE_PORT=tcp://10.96.0.1:8080`.
+    """
+    return isinstance(value, str) and value.startswith(("tcp://", "udp://", "sctp://"))
 
 
 def is_local(upstream: str) -> bool:

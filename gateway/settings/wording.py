@@ -32,6 +32,16 @@ def reason_of(fault: Mapping[str, Any]) -> str:
     return _KINDS.get(fault["type"]) or str(fault["msg"]).removeprefix("Value error, ")
 
 
+def without_consequences(faults: Sequence[Any]) -> list[Any]:
+    """Return pydantic's errors, but for lists that are too short without what is faulty in them."""
+    return [
+        fault
+        for fault in faults
+        if fault["type"] != "too_short"
+        or not any(other["loc"][:-1] == fault["loc"] for other in faults if other["loc"])
+    ]
+
+
 def unknown(place: Sequence[int | str], settings: type[BaseModel]) -> str:
     """Return what is said of a name at `place` within `settings` that there is not, and which was meant."""
     said = "unknown setting" if len(place) == 1 else "unknown key"

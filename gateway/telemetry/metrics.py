@@ -40,6 +40,9 @@ _PREFIX = "tritongate_"
 _DURATIONS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80)
 _INTER_TOKEN_MS = (1, 2.5, 4, 5, 6, 8, 10, 15, 20, 30, 50, 100, 250, 500, 1000, 2500)
+_FAILURES = ("500", "502", "503", "504")
+_REASONS = ("queue_full", "key_limit", "deadline")
+"""Why a request for a model that is served is turned away."""
 _OVERHEAD = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
@@ -70,6 +73,8 @@ class UpstreamStates(Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.look: Callable[[], Iterable[UpstreamState]] = tuple
+        self.codes: Sequence[str] = ()
+        """Of all faults that a Triton may have."""
         registry.register(self)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
@@ -231,11 +236,22 @@ class Metrics:
         self.keys_file_reloads = counter(
             "keys_file_reloads", "The same of the keys file, by outcome: applied, or refused.", "outcome"
         )
+        for reloads in (self.models_file_reloads, self.keys_file_reloads):
+            for outcome in ("applied", "refused"):
+                reloads.labels(outcome)
         self.certificate_not_after = gauge(
             "tls_certificate_not_after_timestamp_seconds",
             "Until when the certificate for TLS with clients is valid; absent without TLS.",
             "path",
         )
+
+    def answered(self, route: str, model: str, status: int, seconds: float) -> None:
+        """Count an answered request by the status that it deserved."""
+        # All failures at once: Prometheus sees no increase in a series that begins with its first failures.
+        for each in _FAILURES if model != UNKNOWN else ():
+            self.requests.labels(route, model, each)
+        self.requests.labels(route, model, str(status)).inc()
+        self.request_duration.labels(route, model).observe(seconds)
 
     def tokens_of(self, model: str) -> TokenMetrics:
         """Look up the metrics of `model`'s tokens, for a whole answer."""
@@ -266,8 +282,7 @@ class Metrics:
 
     def file_read(self, reloads: Counter, outcome: str) -> None:
         """Count a change of a file: `applied` or `refused`."""
-        for each in ("applied", "refused"):  # all series at once, as above
-            reloads.labels(each).inc(each == outcome)
+        reloads.labels(outcome).inc()
 
     def upstream_forgotten(self, upstream: str) -> None:
         """Remove all series of `upstream`: in a cluster every start of a Triton has another address."""
@@ -276,9 +291,20 @@ class Metrics:
             for labels in [each.labels for each in family.samples if each.labels["upstream"] == upstream]:
                 metric.remove(*labels.values())
 
+    def families(self) -> list[Metric]:
+        """Return what this process has counted, also that there was none yet of a failure that may come."""
+        for state in self.upstreams.look():
+            for code in self.upstreams.codes:
+                self.upstream_errors.labels(state.model, state.upstream, code)
+            for reason in _REASONS:
+                self.rejected.labels(state.model, reason)
+            self.resumes.labels(state.model)
+            self.client_cancels.labels(state.model)
+        return list(self.registry.collect())
+
     def render(self) -> bytes:
         """Return the exposition in the text format that `CONTENT_TYPE` names."""
-        return self.exposition(list(self.registry.collect()))
+        return self.exposition(self.families())
 
     def exposition(self, families: Sequence[Metric]) -> bytes:
         """Return the exposition of `families`, which are this process's or those of all."""
@@ -322,11 +348,13 @@ class WorkerMetrics:
     Args:
         place: this process's place.
         metrics: this process's metrics.
+        lives: tells whether the process with a number is there; one that is not is not asked.
     """
 
-    def __init__(self, place: Place, metrics: Metrics) -> None:
+    def __init__(self, place: Place, metrics: Metrics, lives: Callable[[int], bool]) -> None:
         self._place = place
         self._metrics = metrics
+        self._lives = lives
         self._asked: socket.socket
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -358,12 +386,14 @@ class WorkerMetrics:
         with socket.socket(fileno=descriptor) as asker, contextlib.suppress(TimeoutError, ConnectionError):
             asker.settimeout(0)
             async with asyncio.timeout(_ANSWER_WITHIN_S):
-                answer = msgspec.msgpack.encode(_families(self._metrics.registry))
+                answer = msgspec.msgpack.encode(_encodable(self._metrics.families()))
                 await asyncio.get_running_loop().sock_sendall(asker, answer)
 
     async def _ask(self, number: int) -> list[_Family] | None:
         if number == self._place.number:
-            return _families(self._metrics.registry)
+            return _encodable(self._metrics.families())
+        if not self._lives(number):
+            return None
         with contextlib.suppress(msgspec.MsgspecError):
             answer = await _read(self._place, number)
             return None if answer is None else _decode(answer)
@@ -424,7 +454,7 @@ def _joined(answers: Sequence[list[_Family] | None]) -> list[Metric]:
     return [up, *joined.values()]
 
 
-def _families(registry: CollectorRegistry) -> list[_Family]:
+def _encodable(families: Iterable[Metric]) -> list[_Family]:
     return [
         _Family(
             metric.name,
@@ -432,5 +462,5 @@ def _families(registry: CollectorRegistry) -> list[_Family]:
             metric.type,
             [(sample.name, sample.labels, sample.value) for sample in metric.samples],
         )
-        for metric in registry.collect()
+        for metric in families
     ]

@@ -12,6 +12,7 @@ paths) is for the log.
 import enum
 import re
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 
@@ -82,8 +83,13 @@ class Fault(enum.Enum):
         param="model",
     )
     NO_ADAPTER = Treatment(
-        "no_adapter", InvalidRequestError, "The model's backend does not have this adapter.", param="model"
+        "no_adapter",
+        InvalidRequestError,
+        "The model's backend does not have this adapter.",
+        failover=True,
+        param="model",
     )
+    """Another Triton may have it already, where they get a new one in turns."""
     NO_LOGIT_BIAS = Treatment(
         "no_logit_bias",
         InvalidRequestError,
@@ -160,6 +166,9 @@ class Fault(enum.Enum):
         return self.value.code
 
 
+COUNTED: Final = tuple(fault.code for fault in Fault if fault.value.upstream_at_fault)
+"""The values of the label `code`."""
+
 _REFUSALS = {
     RefusalCode.INVALID_REQUEST: Fault.INVALID_REQUEST,
     RefusalCode.INVALID_GRAMMAR: Fault.INVALID_GRAMMAR,
@@ -227,6 +236,17 @@ _OWN_WORDS = [
         ),
         Fault.INVALID_GRAMMAR,
     ),
+    (
+        re.compile(
+            r"At most \d+ \w+\(s\) may be provided in one prompt\."
+            r"|allowed_token_ids contains out-of-vocab token id"
+            r"|The [a-z_, ]+ sampling parameters are not yet supported with speculative decoding"
+            # How vLLM, from 0.14 on, ends whatever it says of one parameter of a request.
+            r"|(?<=Error generating stream: )[^\n]+(?= \(parameter=\w+(?:, value=[^\n]*)?\)$)"
+        ),
+        Fault.INVALID_REQUEST,
+    ),
+    (re.compile(r"(?<=lora_name: )there is no adapter '[^'\n]*'"), Fault.NO_ADAPTER),  # of our entry
 ]
 
 # Clients choose request ids, which may hold a bracket but never a space.

@@ -22,7 +22,7 @@ from gateway.core.request import Generation, with_system
 from gateway.core.upstream import Embedding, EntriesChanged, ModelCard, Tokenization, Tokens, Vector
 from gateway.errors import InvalidRequestError, ModelNotFoundError
 from gateway.settings import Settings
-from gateway.settings.models import ModelSettings
+from gateway.settings.models import ModelSettings, public_name
 from gateway.telemetry.metrics import UpstreamState
 from gateway.triton.dialects.base import ModelReport
 from gateway.triton.pool import TritonUpstream
@@ -48,6 +48,8 @@ class Plan:
     """Entries with the dialects demanded of them."""
     gib: tuple[tuple[str, float], ...] = ()
     """Entries with the memory that they take."""
+    pinned: tuple[str, ...] = ()
+    """Entries that are not unloaded for others, nor idle."""
 
 
 MakePool = Callable[[Plan, Callable[[str], Sequence[str]]], TritonUpstream]
@@ -221,7 +223,7 @@ class PublicModels:
         self._served = {name: _Served(name, each, pools[plan_of[name]]) for name, each in models.items()}
         self._names = {each: name for name, model in models.items() for each in (name, *model.aliases)}
         given = (each.rpartition("=") for each in settings.adapters)
-        self._adapters = {adapter: name for adapter, _, name in given} | {
+        self._adapters = {adapter: public_name(models, name) or name for adapter, _, name in given} | {
             adapter: name for name, model in models.items() for adapter in model.adapters
         }
         for plan, pool in old.items():
@@ -291,8 +293,19 @@ def _of_adapter(name: str, parent: ModelCard) -> ModelCard:
 def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Plan, list[str]]:
     """Return what pools are needed, each with its public names; without models, for whatever is found."""
     if not models:
-        found = Plan(upstreams=settings.upstreams, entries=(), tokenizers=settings.tokenizers, dialects=())
+        found = Plan(
+            upstreams=settings.upstreams,
+            entries=(),
+            tokenizers=settings.tokenizers,
+            dialects=(),
+            pinned=settings.pinned_models,
+        )
         return {found: []}
+    pinned = {
+        model.entry
+        for name, model in models.items()
+        if not {name, *model.aliases, model.entry}.isdisjoint(settings.pinned_models)
+    }
     by_upstreams: dict[tuple[str, ...], list[str]] = {}
     for name, model in models.items():
         by_upstreams.setdefault(model.upstreams, []).append(name)
@@ -309,6 +322,7 @@ def plans_of(settings: Settings, models: Mapping[str, ModelSettings]) -> dict[Pl
                 (entry, each.dialect) for entry, each in entries.items() if each.dialect != "auto"
             ),
             gib=tuple((entry, each.memory_gib) for entry, each in entries.items() if each.memory_gib),
+            pinned=tuple(entry for entry in entries if entry in pinned),
         )
         plans[plan] = names
     return plans

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -13,11 +15,15 @@ CHECKPOINT = Path(__file__).parents[2] / "triton_models" / "checkpoints" / "chat
 KEY = {"TRITONGATE_REPOSITORY_KEY": "admin-key=s3cret"}
 
 
-def test_it_becomes_a_tritonserver_on_entries_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture(autouse=True)
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where it makes its folders."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def test_it_becomes_a_tritonserver_on_entries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[list[str]] = []
     monkeypatch.setattr(os, "execvp", lambda name, command: replaced.append([name, *command]))
     arguments = ["--model", f"glm={CHECKPOINT}", "--kv-memory-gib", "2", "--", "--grpc-port=1234"]
@@ -57,6 +63,46 @@ def test_triton_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key == KEY["TRITONGATE_REPOSITORY_KEY"]
     assert {"model-repository", "shared-memory"} <= set(protocols.split(","))
     assert not {"health", "metadata", "model-config", "inference"} & set(protocols.split(","))
+
+
+_START = """
+import os
+from deploy.docker.start_triton import main
+
+os.execvp = lambda *_: os.execv("/bin/sh", ["sh", "-c", "echo started; read end"])
+main()
+"""
+
+
+def started(folder: Path) -> "subprocess.Popen[bytes]":
+    """Start it with a program in the place of tritonserver that goes on until its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _START, "--model", str(CHECKPOINT)],
+        env=os.environ | KEY | {"TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    return process
+
+
+def test_a_start_leaves_nothing_of_servers_that_have_ended(temporary: Path) -> None:
+    def folders() -> set[Path]:
+        return set(temporary.iterdir())
+
+    foreign = temporary / "tritongate-repository-file"
+    foreign.write_text("no folder", encoding="utf-8")
+    with started(temporary):
+        (of_first,) = folders() - {foreign}
+        with started(temporary) as second:  # beside it, as for another GPU
+            (of_second,) = folders() - {of_first, foreign}
+            second.kill()
+    assert folders() == {of_first, of_second, foreign}
+    with started(temporary) as third:
+        assert len(folders() - {foreign}) == 1
+        assert not folders() & {of_first, of_second}
+        third.kill()
 
 
 def test_without_a_key_it_does_not_start() -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,18 @@ def test_up_refuses_names_of_what_it_does_not_serve(served: list[Any], tmp_path:
     assert len(served) == 1
 
 
+def test_up_says_what_its_workers_would_not_take(served: list[Any], tmp_path: Path) -> None:
+    """Its key would go elsewhere in clear text; an adapter's model is none of its own."""
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {m: {}, there: {entry: x, upstreams: 'other:1'}}")
+    arguments = ["up", *KSERVE, "--port", "0", "--models-file", str(file)]
+    status, text = run(*arguments)
+    assert (status, "repository_key: it would go to other:1 in clear text" in text) == (2, True)
+    assert run(*arguments, "--plain-repository-key")[0] == 0
+    status, text = run("up", *KSERVE, "--port", "0", "--adapters", "tuned=elsewhere")
+    assert (status, "adapters: 'tuned' is for 'elsewhere', which is no model" in text) == (2, True)
+
+
 def test_up_keeps_what_was_asked_for(served: list[Any]) -> None:
     assert run("up", "--port", "0", *KSERVE, "--drain-s", "1", "--log-level", "info")[0] == 0
     assert (served[1].drain_s, served[1].log_level) == (1.0, "info")
@@ -233,6 +246,7 @@ def test_up_takes_one_key_that_goes_no_further(
     (tmp_path / "keys.yaml").write_text("api_keys: [{name: a, key: b}]")
     for more, words in (
         (["--api-key", ""], "--api-key: the key is empty"),
+        (["--api-key", " s3cret"], "white space, which a header does not carry (from flag --api-key)"),
         (["--keys-file", str(tmp_path / "keys.yaml")], "give one of the two"),
     ):
         status, text = run(*arguments, *more)
@@ -318,13 +332,17 @@ SERVE = ["serve", "--port", "0", "--workers", "1", "--upstreams", "127.0.0.1:1"]
         (SERVE, "gateway.kserve.grpc"),
     ],
 )
-def test_ctrl_c_while_modules_are_imported_is_a_word(arguments: list[str], module: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_modules_are_imported_is_a_word(
+    arguments: list[str], module: str, number: signal.Signals
+) -> None:
+    """Without a handler a container's first process would never get a SIGTERM."""
     program = f"""
 import os, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), {number:d})
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
 sys.argv[1:] = {arguments!r}
@@ -332,7 +350,7 @@ import gateway.commands
 gateway.commands.run()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopping\n")
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "stopping\n")
 
 
 def test_a_port_of_a_start_under_way_is_taken(served: list[Any]) -> None:

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page
 
-from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.fake_upstream import FakeUpstream, say_and_hang
 from tests.gateway.serving import on_socket
 from tests.page.conftest import opened_at
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SENDS = """async ([url, options]) => {
-    try { const answer = await fetch(url, options); return [answer.status, await answer.text()] }
+    try {
+        const answer = await fetch(url, options);
+        return [answer.status, await answer.text(), [...answer.headers.keys()]];
+    }
     catch (error) { return [error.name, ''] }
 }"""
 CHAT = '{"model": "glm", "messages": [{"role": "user", "content": "hi"}]}'
@@ -79,9 +82,33 @@ async def test_a_named_one_may(browser: Browser) -> None:
     upstream = FakeUpstream()
     async with another_site(browser) as (page, origin), on_socket(upstream, cors_origins=origin) as served:
         url = str(served.http.base_url).rstrip("/")
-        status, text = await send(page, url + "/v1/chat/completions", body=CHAT, headers=JSON)
+        status, text, _ = await send(page, url + "/v1/chat/completions", body=CHAT, headers=JSON)
         assert (status, "Hello world" in text) == (200, True)
         assert len(upstream.requests) == 1
+
+
+async def test_a_named_one_reads_what_sdks_go_by(browser: Browser) -> None:
+    upstream, keys = FakeUpstream(), [{"name": "page", "key": "sk", "requests_per_minute": 1}]
+    asked = {"body": CHAT, "headers": JSON | {"Authorization": "Bearer sk"}}
+    async with (
+        another_site(browser) as (page, origin),
+        on_socket(upstream, cors_origins=origin, api_keys=keys) as served,
+    ):
+        url = str(served.http.base_url).rstrip("/") + "/v1/chat/completions"
+        answers = [await send(page, url, **asked) for _ in range(2)]
+        assert [status for status, *_ in answers] == [200, 429]
+        for _, _, headers in answers:
+            assert {"x-request-id", "x-ratelimit-remaining-requests"} <= {*headers}
+        assert "retry-after" in answers[1][2]
+    async with (
+        another_site(browser) as (page, origin),
+        on_socket(
+            FakeUpstream(lambda _: say_and_hang("late")), cors_origins=origin, request_timeout_s=0.2
+        ) as served,
+    ):
+        url = str(served.http.base_url).rstrip("/") + "/v1/chat/completions"
+        status, _, headers = await send(page, url, body=CHAT, headers=JSON)
+        assert (status, "x-should-retry" in headers) == (504, True)
 
 
 async def test_a_name_that_was_made_to_lead_here_is_refused(browser: Browser) -> None:

@@ -2,7 +2,7 @@ import asyncio
 import json
 import socket
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from msgspec import structs
@@ -132,6 +132,20 @@ async def test_a_tokenizer_for_no_model(triton: FakeTriton, tmp_path: Path) -> N
     away = [triton.address, "127.0.0.1:1"]
     findings = await check(settings(upstreams=away, tokenizers=given), timeout_s=3)
     assert not [finding for finding in findings if "qwen" in finding.text]
+
+
+async def test_what_is_set_for_no_model(triton: FakeTriton) -> None:
+    keys = [{"name": "team", "key": "sk", "models": ["pub", "alias", "tuned", "m", "typo"]}]
+    models = {"pub": {"entry": "m", "aliases": ["alias"], "adapters": ["tuned"]}}
+    given: dict[str, Any] = {"upstreams": [triton.address], "models": models, "api_keys": keys}
+    on_demand = {"load_on_demand": True, "pinned_models": ["pub", "alias", "m", "pib"]}
+    findings = await check(settings(**given, **on_demand, contract=["m=logits", "x=logits"]), timeout_s=10)
+    assert [finding.text for finding in findings if not finding.ok] == [
+        "contract: no model is called 'x'; there are: m, pub",
+        "pinned_models: no model is called 'pib'; there are: alias, m, pub",
+        "models of the key team: no model is called 'm'; there are: alias, pub, tuned",
+        "models of the key team: no model is called 'typo'; there are: alias, pub, tuned",
+    ]
 
 
 async def test_why_a_model_is_left_out(triton: FakeTriton, tmp_path: Path) -> None:

@@ -55,6 +55,29 @@ async def test_one_endless_header_is_refused_too() -> None:
         assert head.startswith(b"HTTP/1.1 431 ")
 
 
+async def test_what_is_refused_before_it_is_a_request_has_a_line_and_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    caplog.set_level("INFO")
+    begun = b"GET /health HTTP/1.1\r\nX-Filler: "
+    cases = ((b"no request\r\n\r\n", 400), (begun + b"x" * 1000, 431), (begun, 408))
+    async with on_socket(FakeUpstream()) as served:
+        for sent, status in cases:
+            head, _ = await record(served, sent)
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+            (line,) = (each for each in caplog.records if getattr(each, "status", None) == status)
+            told = vars(line)
+            assert (told["client"], told["route"]) == ("127.0.0.1", "unknown")
+            assert f"x-request-id: {told['request_id']}".encode() in head
+            labels = {"route": "unknown", "model": "unknown", "status": str(status)}
+            assert served.metric("requests_total", **labels) == 1
+        assert not [
+            each for each in caplog.records if each.levelname == "WARNING"
+        ]  # uvicorn's, without client
+
+
 async def test_a_body_does_not_count_as_headers() -> None:
     async with on_socket(FakeUpstream()) as served:
         answer = await served.chat(user="u" * (2 * protocol.HEAD_LIMIT_BYTES))

@@ -7,7 +7,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,11 @@ async def test_each_successor_may_have_another_number_of_workers(
         assert set(load.statuses) == {200}
 
 
-async def test_a_gateway_ends_with_its_last_answer(triton: FakeTriton, tmp_path: Path) -> None:
+@asynccontextmanager
+async def replaced_in_an_answer(
+    triton: FakeTriton, folder: Path
+) -> AsyncIterator[tuple[ReplaceableGateway, list[psutil.Process], Callable[[], Awaitable[int]]]]:
+    """A gateway in the place of others that have an answer to end; yields what ends it, with its status."""
     go_on = asyncio.Event()
 
     async def answer(_request: Any, _context: Any) -> AsyncIterator[Any]:
@@ -273,18 +278,37 @@ async def test_a_gateway_ends_with_its_last_answer(triton: FakeTriton, tmp_path:
     (port,) = free_ports(1)
     # The answer shows no sign of life while the gateways change, however long a busy machine takes for that.
     settings = {"upstreams": [triton.address], "port": port, "drain_s": 100, "idle_timeout_s": 100}
-    gateway = await asyncio.to_thread(ReplaceableGateway, tmp_path / "config.yaml", settings)
+    gateway = await asyncio.to_thread(ReplaceableGateway, folder / "config.yaml", settings)
     with gateway:
         triton.model.answer = answer
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=WITHIN_S) as http:
             asked = asyncio.create_task(http.post(CHAT, json={"model": "m", "messages": MESSAGES}))
             await until(lambda: len(triton.requests) == 1, within_s=WITHIN_S)
-            before = await gateway.replace()
-            await asyncio.sleep(2)
-            assert alive(before[0])
-            go_on.set()
-            assert (await asked).status_code == 200
+
+            async def end() -> int:
+                go_on.set()
+                return (await asked).status_code
+
+            yield gateway, await gateway.replace(), end
+
+
+async def test_a_gateway_ends_with_its_last_answer(triton: FakeTriton, tmp_path: Path) -> None:
+    async with replaced_in_an_answer(triton, tmp_path) as (_, before, end):
+        await asyncio.sleep(2)
+        assert alive(before[0])
+        assert await end() == 200
         assert not await asyncio.to_thread(wait_ended, before, WITHIN_S)
+
+
+async def test_one_that_is_stopped_does_not_end_before_it(triton: FakeTriton, tmp_path: Path) -> None:
+    """A service manager kills whatever is left when the process that it knows has ended."""
+    async with replaced_in_an_answer(triton, tmp_path) as (gateway, before, end):
+        gateway.main.terminate()
+        await gateway.until(lambda: gateway.said("draining") == 1)
+        await asyncio.sleep(2)
+        assert alive(gateway.main)
+        assert await end() == 200
+        assert not await asyncio.to_thread(wait_ended, [*before, gateway.main], WITHIN_S)
 
 
 async def test_a_successor_accepts_nothing_before_it_is_ready(triton: FakeTriton, tmp_path: Path) -> None:

@@ -192,3 +192,17 @@ def test_a_file_is_read_again_with_the_other_settings_as_they_were(tmp_path: Pat
     file_of(tmp_path, {"models": {"b": {"keys": ["bob"]}}, "prot": 82})
     with pytest.raises(ConfigurationError, match="prot: unknown key"):
         reload(settings, "models")
+
+
+def test_the_environment_has_a_mapping_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "TRITONGATE_MODELS", '{"qwen": {"entry": "vllm_model", "aliases": ["gpt"]}, "glm": null}'
+    )
+    settings = load_settings()
+    assert {name: (each.entry, each.aliases) for name, each in settings.models.items()} == {
+        "qwen": ("vllm_model", ("gpt",)),
+        "glm": ("glm", ()),
+    }
+    for wrong in ('{"qwen": {"entry": 1}}', '{"qwen": ', "{qwen: {}}"):
+        with pytest.raises(ConfigurationError, match="models"):
+            load_settings({"models": wrong})

@@ -41,6 +41,16 @@ def test_lists_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str) ->
     assert load_settings().upstreams == ("a:1", "b:2")
 
 
+@pytest.mark.parametrize("text", ["[::1]:1,b:2", " [fe80::1%eth0]:1", '["[::1]:1", "b:2"]', "b:2,[::1]:1"])
+def test_addresses_of_ipv6_are_a_list_too(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TRITONGATE_UPSTREAMS", text)
+    from_environment = load_settings().upstreams
+    assert load_settings({"upstreams": text}).upstreams == from_environment
+    assert {each.rpartition(":")[0] for each in from_environment} <= {"[::1]", "[fe80::1%eth0]", "b"}
+    with pytest.raises(ConfigurationError, match="not a list"):
+        load_settings({"upstreams": "[a:1, b:2]"})
+
+
 def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONGATE_DEFAULT_MAX_TOKENS", "")
     assert load_settings().default_max_tokens is None
@@ -103,11 +113,17 @@ def test_an_empty_variable_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {}, "api_keys: [{name: a, key: b, scopes: admin}]", ["api_keys.0.scopes: a list is needed"]),
         ({}, {}, "upstreams: []", ["upstreams: at least 1 is needed (from"]),
         ({}, {"CORS_ORIGINS": "example.org"}, "", ["cors_origins.0: 'example.org' is not https://host"]),
+        ({}, {"CORS_ORIGINS": "https://*.a.example"}, "", ["cors_origins.0", "of one host, nor * for all"]),
+        ({"cors_origins": "http://localhost:*"}, {}, "", ["cors_origins.0", "of one host, nor * for all"]),
         ({}, {}, "cors_origins: https://a.example/page", ["cors_origins.0", "is not https://host[:port]"]),
         ({}, {}, "api_keys: [{name: a, kee: s3cret}]", ["api_keys.0.kee: unknown key; did you mean key?"]),
         ({}, {}, "api_keys: [{name: a, key: b, zzz: 1}]", ["api_keys.0.zzz: unknown key (from"]),
         ({}, {}, "api_keys: [{name: a}]", ["api_keys.0", "exactly one of key and sha256"]),
         ({}, {}, "api_keys: [{name: a, key: s3cret}, {name: a, key: b}]", ["keys have the name 'a' (from"]),
+        ({}, {}, "api_keys: [{name: a, key: s3cret}, {name: b, key: s3cret}]", ["'a' and 'b' are one key"]),
+        ({}, {}, "api_keys: [{name: a, key: ' s3cret'}]", ["api_keys.0", "with white space"]),
+        ({}, {}, "api_keys:\n- name: a\n  key: |\n    s3cret\n", ["api_keys.0", "with white space"]),
+        ({}, {}, "api_keys: [{name: a, sha256: s3cret}]", ["sha256.0: 64 hexadecimal digits are needed"]),
         ({}, {}, "- 1", ["gateway.yaml", "mapping"]),
         ({}, {}, "port: 1\nkey: s3cret: [", ["gateway.yaml", "line 2"]),
         ({"host": "0.0.0.0"}, {}, "", ["host", "--keys-file FILE", "--allow-anonymous"]),  # noqa: S104
@@ -131,6 +147,14 @@ def test_errors_name_field_and_source(  # noqa: PLR0917 - a table
     assert "s3cret" not in message
 
 
+@pytest.mark.parametrize("given", ["triton", "triton,b:1", '["triton"]'])
+def test_what_is_wrong_in_a_list_is_all_that_is_said_of_it(given: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings({"upstreams": given, "port": -1})
+    fields = [line.partition(": ")[0] for line in str(error.value).splitlines()]
+    assert sorted(fields) == ["port", "upstreams.0"]
+
+
 def test_origins_become_what_browsers_send() -> None:
     given = "https://Page.example/,http://localhost:3000,null,chrome-extension://abc,*"
     assert load_settings({"cors_origins": given}).cors_origins == (
@@ -140,6 +164,21 @@ def test_origins_become_what_browsers_send() -> None:
         "chrome-extension://abc",
         "*",
     )
+
+
+def test_hosts_are_names_alone() -> None:
+    given = "Chat.example.,*.example.org,*,10.0.0.7,xn--fiq228c.example,a_b"
+    assert load_settings({"allowed_hosts": given}).allowed_hosts == (
+        "chat.example",
+        "*.example.org",
+        "*",
+        "10.0.0.7",
+        "xn--fiq228c.example",
+        "a_b",
+    )
+    for wrong in ("chat.example:8080", "https://chat.example", ".example.org", "chat.example/", "a*.example"):
+        with pytest.raises(ConfigurationError, match="without scheme and port"):
+            load_settings({"allowed_hosts": wrong})
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -152,6 +191,20 @@ def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TRITONGATE_MAX_IN_FLIGHT", "3")
     monkeypatch.setenv("TRITONGATE_KEY", "a client's")
     assert unknown_variables() == ["TRITONGATE_MAX_INFLIGHT"]
+
+
+def test_what_kubernetes_tells_of_a_service_of_our_name_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "TRITONGATE_PORT": "tcp://10.96.0.1:8080",
+        "TRITONGATE_PORT_8080_TCP": "tcp://10.96.0.1:8080",
+        "TRITONGATE_SERVICE_HOST": "10.96.0.1",
+        "TRITONGATE_KSERVE_HTTP_PORT": "tcp://10.96.0.2:8000",  # of a service `tritongate-kserve-http`
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    settings = load_settings()
+    assert (settings.port, settings.kserve_http_port) == (8080, None)
+    assert unknown_variables() == sorted(told)
 
 
 def test_defaults() -> None:
@@ -265,6 +318,15 @@ def test_adapters_are_names_with_their_models(value: str) -> None:
     with pytest.raises(ConfigurationError, match="adapter"):
         load_settings({"upstreams": "a:1", "adapters": value})
     assert load_settings({"upstreams": "a:1", "adapters": "t=m,u=m"}).adapters == ("t=m", "u=m")
+
+
+def test_adapters_of_no_model_are_named() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings({"models": "m,n", "adapters": "t=m,u=gone,n=m"})
+    assert str(error.value).splitlines() == [
+        "adapters: 'u' is for 'gone', which is no model",
+        "adapters: 'n' is a model already",
+    ]
 
 
 @pytest.mark.parametrize("value", ["v2", "=batched", "m=", "m=v2", "batched,m=x"])

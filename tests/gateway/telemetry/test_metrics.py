@@ -1,5 +1,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.app import create_app
+from gateway.settings import load_settings
 from gateway.telemetry.metrics import Metrics, UpstreamState
 from gateway.triton.backends import Outcome
 
@@ -93,3 +95,57 @@ def test_apps_share_nothing() -> None:
     one, other = Metrics(), Metrics()
     one.client_cancels.labels("m").inc()
     assert 'client_cancels_total{model="m"}' not in other.render().decode()
+
+
+def value(text: str, name: str, **labels: str) -> float | None:
+    """What an exposition says of a series; None: nothing."""
+    families = text_string_to_metric_families(text)
+    samples = (sample for family in families for sample in family.samples)
+    return next((each.value for each in samples if each.name == name and each.labels == labels), None)
+
+
+def test_failures_that_may_come_are_there_before_they_do() -> None:
+    """`increase` over a series that begins with the 50 answers that a Triton took along says 0."""
+    metrics = Metrics()
+    metrics.upstreams.codes = ("unreachable", "silent")
+    metrics.upstreams.look = lambda: [UpstreamState(model="m", upstream="h:1", healthy=True)]
+    errors = {"model": "m", "upstream": "h:1", "code": "unreachable"}
+    rejected = {"model": "m", "reason": "queue_full"}
+    for name, labels in (
+        ("tritongate_upstream_errors_total", errors),
+        ("tritongate_requests_rejected_total", rejected),
+        ("tritongate_resumed_total", {"model": "m"}),
+        ("tritongate_client_cancels_total", {"model": "m"}),
+    ):
+        assert value(metrics.render().decode(), name, **labels) == 0, name
+    metrics.upstream_errors.labels("m", "h:1", "unreachable").inc(50)
+    assert value(metrics.render().decode(), "tritongate_upstream_errors_total", **errors) == 50
+    metrics.upstreams.look = tuple
+    metrics.upstream_forgotten("h:1")
+    assert 'upstream="h:1"' not in metrics.render().decode()
+
+
+def test_a_model_that_was_asked_has_failed_never_rather_than_not_yet() -> None:
+    metrics = Metrics()
+    metrics.answered("/v1/chat/completions", "m", 200, 0.5)
+    metrics.answered("/v1/chat/completions", "unknown", 404, 0.5)
+    text = metrics.render().decode()
+    for status, count in (("200", 1), ("500", 0), ("502", 0), ("503", 0), ("504", 0), ("429", None)):
+        labels = {"route": "/v1/chat/completions", "model": "m", "status": status}
+        assert value(text, "tritongate_requests_total", **labels) == count
+    assert text.count('tritongate_requests_total{model="unknown"') == 1
+
+
+def test_a_refused_file_is_an_increase() -> None:
+    metrics = Metrics()
+    assert value(metrics.render().decode(), "tritongate_keys_file_reloads_total", outcome="refused") == 0
+    metrics.file_read(metrics.keys_file_reloads, "refused")
+    text = metrics.render().decode()
+    assert value(text, "tritongate_keys_file_reloads_total", outcome="refused") == 1
+    assert value(text, "tritongate_models_file_reloads_total", outcome="refused") == 0
+
+
+def test_a_gateway_knows_the_faults_that_its_tritons_may_have() -> None:
+    codes = create_app(load_settings()).state.gateway.metrics.upstreams.codes
+    assert {"unreachable", "silent", "stub_dead"} <= {*codes}
+    assert "invalid_request" not in codes  # the client's, which is not counted

@@ -97,7 +97,7 @@ def test_a_model_is_there_before_its_first_request() -> None:
 
 async def test_several_processes_count_each_engine_once() -> None:
     with new_places(2) as places:
-        workers = [WorkerMetrics(place, busy(place.number, A, B)) for place in places]
+        workers = [WorkerMetrics(place, busy(place.number, A, B), lambda _: True) for place in places]
         async with asyncio.timeout(30):
             for worker in workers:
                 await worker.start()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.limits.counters import SharedCounters, mark_ended
 from gateway.process.workers import new_places
 from gateway.telemetry import metrics as worker_metrics
 from gateway.telemetry.metrics import Metrics, Place, WorkerMetrics
@@ -18,7 +19,8 @@ class Process:
 
     def __init__(self, place: Place) -> None:
         self.metrics = Metrics()
-        self.worker_metrics = WorkerMetrics(place, self.metrics)
+        shared = SharedCounters(gauges=0, counters=0, place=place)
+        self.worker_metrics = WorkerMetrics(place, self.metrics, shared.lives)
         self._closed = False
 
     async def close(self) -> None:
@@ -79,6 +81,13 @@ async def test_one_that_is_gone_is_told_to_be_down_and_its_replacement_begins_an
     replacement.metrics.generated_tokens.labels("m").value += 1
     assert await processes[0].samples("tritongate_generated_tokens_total") == {"1": 1}
     await replacement.worker_metrics.close()
+
+
+async def test_one_that_has_ended_is_not_waited_for(processes: list[Process], places: list[Place]) -> None:
+    await processes[1].close()
+    mark_ended(places[1])  # as the parent does; else a scrape would wait for a minute here
+    async with asyncio.timeout(30):
+        assert await processes[0].samples("tritongate_worker_up") == {"0": 1, "1": 0, "2": 1}
 
 
 async def test_a_metric_of_several_processes_is_described_once(processes: list[Process]) -> None:

@@ -169,6 +169,7 @@ def test_a_refusal_is_shown_without_what_follows_its_first_line_and_not_at_any_l
 
 def test_a_request_that_may_have_done_harm_or_was_refused_for_itself_is_not_repeated_elsewhere() -> None:
     assert {fault for fault in Fault if fault.value.failover} == {
+        Fault.NO_ADAPTER,
         Fault.QUEUE_FULL,
         Fault.UNREACHABLE,
         Fault.NOT_READY,
@@ -247,6 +248,28 @@ async def test_a_grammar_that_vllm_refuses_is_the_requests_fault(before: str, wo
     assert (told.status, told.message, told.param) == (400, words, "structured_outputs.regex")
 
 
+@pytest.mark.parametrize(
+    ("words", "after"),
+    [
+        ("At most 1 image(s) may be provided in one prompt.", " Set `--limit-mm-per-prompt` to increase it."),
+        (
+            "Requested sample logprobs of 9, which is greater than max allowed: 5",
+            " (parameter=logprobs, value=9)",
+        ),
+        (
+            "token_id(s) [7] in allowed_token_ids are unknown",
+            " (parameter=allowed_token_ids, value=[7, (8)])",
+        ),
+        ("temperature is too low", " (parameter=temperature)"),
+        ("allowed_token_ids contains out-of-vocab token id", "!"),
+        ("The min_p sampling parameters are not yet supported with speculative decoding", "."),
+    ],
+)
+def test_what_vllm_says_of_a_parameter_is_the_requests_fault(words: str, after: str) -> None:
+    told = classify(OFFICIAL + words + after).to_gateway()
+    assert (told.status, told.message) == (400, words)
+
+
 def test_triton_vllm_backend_reads_no_ids_of_a_logit_bias() -> None:
     """It leaves them the strings that JSON has, which newer engines compare with numbers."""
     error = classify(OFFICIAL + "'<' not supported between instances of 'str' and 'int'").to_gateway()
@@ -257,6 +280,8 @@ def test_triton_vllm_backend_reads_no_ids_of_a_logit_bias() -> None:
     ("text", "fault"),
     [
         ("Error generating stream: CUDA error", Fault.UNKNOWN),
+        ("Error generating stream: CUDA error (parameter=x) in a kernel", Fault.UNKNOWN),
+        ("a model's own error (parameter=x, value=1)", Fault.UNKNOWN),
         (OURS + "top_p must be in (0, 1]", Fault.INVALID_REQUEST),
         (OFFICIAL + "'NoneType' object has no attribute 'lora_name'", Fault.INVALID_REQUEST),
         ("tritongate:internal: maximum context length is", Fault.INTERNAL),

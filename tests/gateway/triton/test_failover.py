@@ -32,6 +32,7 @@ from tests.gateway.triton.fake_triton import (
 )
 from tests.gateway.triton.running import collect, text
 from wire.meta import Meta
+from wire.refusal import RefusalCode, refusal_text
 
 Serve = Callable[..., Any]
 
@@ -52,6 +53,28 @@ async def test_generations_spread_over_the_replicas(tritons: Any, serve: Serve) 
     release.set()
     await asyncio.gather(*tasks)
     assert (len(first.requests), len(second.requests)) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "LoRA tuned is not supported, we currently support ['old']",
+        refusal_text(RefusalCode.INVALID_REQUEST, "lora_name: there is no adapter 'tuned'; there are: old"),
+    ],
+)
+async def test_an_adapter_may_be_on_another_replica(tritons: Any, serve: Serve, words: str) -> None:
+    """Tritons get a new one in turns."""
+    first, second = await tritons(), await tritons()
+    pool = await serve(first, second)
+    first.model.answer = refusing(words)
+    for _ in range(3):  # not all of them go to the second
+        assert text(await collect(pool, generation())) == "Hello"
+    assert first.requests
+    assert all(each.state is ReplicaState.READY for each in pool.replicas())
+    second.model.answer = first.model.answer
+    with pytest.raises(InvalidRequestError, match="adapter") as caught:
+        await collect(pool, generation())
+    assert caught.value.param == "model"
 
 
 async def test_a_replica_that_came_back_gets_few_requests_until_it_has_answered_one(

@@ -162,6 +162,13 @@ async def test_adapters_stand_behind_their_models_and_follow_them(serving: Servi
         serving.upstream.model("org/tuned")
 
 
+@pytest.mark.parametrize("name", ["other", "o", "m"])
+async def test_the_model_of_an_adapter_is_given_by_any_of_its_names(serving: Serving, name: str) -> None:
+    await serving.apply({"other": {"entry": "m", "aliases": ["o"]}}, adapters=[f"tuned={name}"])
+    assert listed(serving.upstream) == [("other", None), ("tuned", "other")]
+    assert serving.upstream.model("tuned").parent == "other"
+
+
 async def test_the_entry_gets_the_request_and_the_adapters_name(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +268,21 @@ async def test_on_demand_models_take_the_memory_that_is_set_for_their_names(trit
     finally:
         await upstream.close()
     assert triton.orders == ["load a", "unload a", "load b"]
+
+
+@pytest.mark.parametrize("pinned", ["one", "uno", "a"])
+async def test_a_model_is_pinned_by_any_of_its_names(triton: FakeTriton, pinned: str) -> None:
+    triton.models = {entry: FakeModel(state="") for entry in "abc"}
+    models = {"one": {"entry": "a", "aliases": ["uno"]}, "two": {"entry": "b"}, "three": {"entry": "c"}}
+    policy = {"load_on_demand": True, "max_loaded_models": 2, "min_loaded_s": 0, "pinned_models": [pinned]}
+    upstream = triton_upstream(Settings(**{"upstreams": [triton.address], "models": models} | policy))
+    await upstream.start()
+    try:
+        for name in models:
+            assert await text_of(upstream, generation(model=name)) == "Hello"
+    finally:
+        await upstream.close()
+    assert triton.orders == ["load a", "load b", "unload b", "load c"]
 
 
 async def test_a_model_that_the_next_request_loads_is_healthy(triton: FakeTriton) -> None:

@@ -170,6 +170,11 @@ async def test_a_replaced_connection_is_closed_after_its_last_call(
         ({"upstream_ca": "{cert}", "upstream_cert": "{cert}"}, "go together"),
         ({"upstream_ca": "{key}"}, "holds no certificates"),
         ({"upstream_ca": "/nowhere.pem"}, "of a file that exists"),
+        (
+            {"upstreams": "dns:///triton:8001,b:1", "upstream_ca": "triton:8001={cert}"},
+            "upstream_ca: no upstream is triton:8001; there are: dns:///triton:8001, b:1",
+        ),
+        ({"upstream_ca": "dns:triton:8001={cert}"}, "no upstream is dns:///triton:8001"),
         ({"repository_key": "key=value"}, "repository_key: it would go to triton:8001 in clear text"),
         ({"repository_key": "key=value", "upstreams": "127.0.0.1:1,dns:localhost:2"}, None),
         ({"repository_key": "key=value", "plain_repository_key": True}, None),
