@@ -174,7 +174,7 @@ async def prompt_of(settings: Settings, model: str, body: Any, *, timeout_s: flo
         here = None if card.ready or folder is None else ModelText.read(Path(folder))
         reads = card.template_reads if here is None or here.template is None else here.template.reads
         deadline = asyncio.get_running_loop().time() + timeout_s
-        requested = TokenizeRequest.read(text, Reading(reads=lambda _: reads))
+        requested = TokenizeRequest.read(text, Reading(reads=reads))
         request = requested.tokenization(request_id="prompt", deadline=deadline)
         if here is None:
             return await upstream.tokenize(request)

@@ -4,7 +4,7 @@ Dependencies are coroutines, though they await nothing: FastAPI would run plain 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -39,7 +39,7 @@ from gateway.openai.answer import Answer, encode
 from gateway.openai.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
 from gateway.openai.chat_request import ChatRequest
 from gateway.openai.completions import Completion, CompletionAnswer, CompletionChunk, CompletionRequest
-from gateway.openai.document import Body, Reading
+from gateway.openai.document import Body, Reading, named_model
 from gateway.openai.embeddings import EmbeddingsAnswer, EmbeddingsRequest, embeddings_answer
 from gateway.openai.params import GenerationRequest
 from gateway.openai.responses_answer import ResponseDocument, ResponsesAnswer, StreamEvent
@@ -157,24 +157,28 @@ async def read_json(request: Request, gateway: Gateway, record: RequestRecord, a
     return await read_body(request, gateway, record)
 
 
-def reading_of(gateway: Gateway, record: RequestRecord) -> Reading:
-    """Return how a body is read; what it ignores, the answer names."""
+def only_model(gateway: Gateway, record: RequestRecord) -> str | None:
+    """Return the name of the one model that the caller may use; None: there are several, or none."""
     served = gateway.models(record.key_name)
+    return served[0].id if len(served) == 1 else None
 
-    def card(model: str) -> ModelCard | None:  # perhaps called on another thread, see `Bodies.read`
-        return next((each for each in served if model in (each.id, *each.settings.aliases)), None)
 
-    def reads(model: str) -> frozenset[str]:
-        return frozenset() if (known := card(model)) is None else known.template_reads
+def reading_of(body: bytes, gateway: Gateway, record: RequestRecord) -> Reading:
+    """Return how `body` is read; what it ignores, the answer names.
 
-    def defaults(model: str) -> Mapping[str, Any]:
-        return {} if (known := card(model)) is None else known.settings.defaults.of_requests()
-
+    Its model is looked up here: perhaps it is read on another thread (`Bodies.read`).
+    """
+    named = named_model(body)
+    name = only_model(gateway, record) if named is None else named
+    try:
+        known = None if name is None else gateway.model(name, record.key_name)
+    except GatewayError:  # which the request gets where it needs the model
+        known = None
     return Reading(
         strict=gateway.settings.strict,
-        model=served[0].id if len(served) == 1 else None,
-        reads=reads,
-        defaults=defaults,
+        model=name,
+        reads=frozenset() if known is None else known.template_reads,
+        defaults={} if known is None else known.settings.defaults.of_requests(),
         ignored=record.ignored,
     )
 
@@ -204,7 +208,7 @@ class Answering:
         admission = gateway.tokenizing if tokenizes else gateway.admission
         body = await read_json(self._request, gateway, record, admission)
         await self._running.reached(self._request.receive)
-        return await gateway.bodies.read(body, partial(kind.read, body, reading_of(gateway, record)))
+        return await gateway.bodies.read(body, partial(kind.read, body, reading_of(body, gateway, record)))
 
     async def respond(
         self, request: GenerationRequest, answer: Answer, ping: ServerSentEvent = PING

@@ -10,7 +10,7 @@ from gateway.http.routes import (
     InferenceKey,
     RecordDep,
     new_router,
-    reading_of,
+    only_model,
     respond_with,
 )
 from gateway.openai.responses_answer import InputTokens
@@ -66,7 +66,7 @@ async def detokenize(answering: AnsweringDep) -> Response:
 @router.get("/tokenizer_info", responses=complete(TokenizerInfo))
 async def describe_tokenizer(gateway: GatewayDep, record: RecordDep, model: str | None = None) -> Response:
     """Describe a model's tokenizer; `model` may be left out where one is served."""
-    name = model or reading_of(gateway, record).model
+    name = model or only_model(gateway, record)
     if name is None:
         raise InvalidRequestError("Several models are served: name one, as ?model=...", param="model")
     card = gateway.model(name, record.key_name)

@@ -93,7 +93,7 @@ Effort = Annotated[str | None, Field(description="for a model whose chat templat
 
 
 def _read_switches(switches: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
-    read = Reading.of(info).read
+    read = Reading.of(info).reads
     for name in islice((name for name, value in (switches or {}).items() if name not in read), 16):
         ignore(info, f"chat_template_kwargs.{name}")
     return {name: value for name, value in (switches or {}).items() if name in read} or None

@@ -55,15 +55,12 @@ class Reading:
     """Refuse what would be ignored."""
     model: str | None = None
     """The model of a request that names none; None: it has to name one."""
-    reads: Callable[[str], frozenset[str]] = lambda _: frozenset()
-    """Returns the names that a model's chat template reads, which are no advice to that model."""
-    defaults: Callable[[str], Mapping[str, Any]] = lambda _model: {}
-    """Returns the values of fields that a request for a model leaves out, by its name."""
+    reads: frozenset[str] = frozenset()
+    """The names that the chat template of its model reads, which are no advice to that model."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The values of fields that it leaves out, by their names."""
     ignored: dict[str, None] = field(default_factory=dict)
     """The names, in the order in which they were found."""
-
-    read: frozenset[str] = frozenset()
-    """Those of the model of this request."""
 
     @classmethod
     def of(cls, info: ValidationInfo) -> "Reading":
@@ -96,7 +93,7 @@ def if_read(name: str, *variables: str) -> AfterValidator:
     """
 
     def check(value: T, info: ValidationInfo) -> T | None:
-        if not value or not Reading.of(info).read.isdisjoint(variables):
+        if not value or not Reading.of(info).reads.isdisjoint(variables):
             return value or None
         ignore(info, name)
         return None
@@ -314,6 +311,21 @@ def read_object(body: bytes) -> dict[str, Any]:
     return document
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+def named_model(body: bytes) -> str | None:
+    """Return the model that a body names; None: none, or it cannot be read. All else is passed over."""
+    try:
+        return _named.decode(body.removeprefix(codecs.BOM_UTF8)).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def read_optional_object(body: bytes) -> dict[str, Any]:
     """Decode a JSON object; without a body it is empty.
 
@@ -341,12 +353,10 @@ def _completed(document: dict[str, Any], model: type[Body], reading: Reading) ->
     """Fill in the model, and what a request leaves to the model's defaults."""
     if document.get("model") is None and reading.model is not None:
         document = document | {"model": reading.model}
-    name = document.get("model")
-    if not isinstance(name, str):
+    if not reading.defaults:
         return document
-    reading.read, defaults = reading.reads(name), reading.defaults(name)
-    open_to = model.defaulted_in(document) if defaults else ()
-    return document | {field: value for field, value in defaults.items() if field in open_to}
+    open_to = model.defaulted_in(document)
+    return document | {field: value for field, value in reading.defaults.items() if field in open_to}
 
 
 def _explain(error: ValidationError, document: dict[str, Any]) -> InvalidRequestError:

@@ -143,7 +143,7 @@ class ReasoningItem(_AnyItem):
 
     @model_validator(mode="after")
     def _ignored(self, info: ValidationInfo) -> Self:
-        if not self.content or Reading.of(info).read.isdisjoint(REASONED):
+        if not self.content or Reading.of(info).reads.isdisjoint(REASONED):
             ignore(info, "input.reasoning")
             return self.model_copy(update={"content": None})
         return self

@@ -173,7 +173,7 @@ def test_reasoning_is_for_templates_that_read_it() -> None:
     reading = Reading()
     assert read(*said, reading=reading).continued.messages[1] == Message(role="assistant", content="b")
     assert list(reading.ignored) == ["messages.content.thinking", "messages.content.redacted_thinking"]
-    reads = Reading(reads=lambda _: frozenset({"reasoning_content"}))
+    reads = Reading(reads=frozenset({"reasoning_content"}))
     assert read(*said, reading=reads).continued.messages[1].reasoning == "hm"
     assert list(reads.ignored) == ["messages.content.redacted_thinking"]
 
@@ -219,7 +219,7 @@ def test_a_schema_of_the_answer() -> None:
 
 def test_advice_reaches_templates_that_read_it() -> None:
     advice = {"thinking": {"type": "enabled"}, "output_config": {"effort": "low"}}
-    reads = Reading(reads=lambda _: frozenset({"enable_thinking", "reasoning_effort"}))
+    reads = Reading(reads=frozenset({"enable_thinking", "reasoning_effort"}))
     switches = {"enable_thinking": True, "reasoning_effort": "low"}
     assert read(reading=reads, **advice).continued.switches == switches
     off = read(reading=reads, thinking={"type": "disabled"}).continued

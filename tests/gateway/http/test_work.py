@@ -10,13 +10,17 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import gateway
 from bench.gateway_delivery import measure
+from gateway.core.upstream import ModelCard
+from gateway.http.record import Gateway
 from gateway.telemetry.bulk import BulkCounter, BulkHistogram
 from tests.gateway.fake_upstream import FakeUpstream, Script, say
-from tests.gateway.serving import in_process
+from tests.gateway.serving import CHAT, MESSAGES, in_process
 
 STREAMS = 8
 CALLS_PER_TOKEN = 26.2
 """Of functions of ours, each resumption of a coroutine or generator among them. A frame has all STREAMS."""
+
+ALL = Gateway.models
 
 _OURS = str(Path(gateway.__file__).parent)
 
@@ -75,3 +79,19 @@ async def test_labels_are_looked_up_once_a_request_and_not_for_each_token(
             assert served.metric("generated_tokens_total", model="glm") == tokens
     assert costs[0] > 0
     assert costs[0] == costs[1]
+
+
+async def test_a_request_looks_at_its_own_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def models(self: Gateway, key: str | None) -> list[ModelCard]:
+        nonlocal looks
+        looks += 1
+        return ALL(self, key)
+
+    monkeypatch.setattr(Gateway, "models", models)
+    async with in_process(FakeUpstream(models=("glm",))) as served:
+        assert (await served.chat()).status_code == 200
+        assert looks == 0
+        assert (await served.http.post(CHAT, json={"messages": MESSAGES})).json()["model"] == "glm"
+        assert looks == 1

@@ -128,7 +128,7 @@ def test_what_only_one_route_has() -> None:
 
 @ROUTES
 def test_the_models_defaults_of_sampling_are_not_for_a_search(route: tuple[Read, dict[str, Any]]) -> None:
-    reading = Reading(defaults=lambda _: {"temperature": 0.5, "top_k": 3, "seed": 7})
+    reading = Reading(defaults={"temperature": 0.5, "top_k": 3, "seed": 7})
     (found,) = read(route, reading=reading, n=2).generations(request_id="r", deadline=0)
     assert (found.temperature, found.top_k, found.seed) == (1.0, 0, 7)
     asked = read(route, reading=reading, n=2, use_beam_search=False)

@@ -96,7 +96,7 @@ def test_thinking_in_an_earlier_answer_is_for_templates_that_read_it(
         {"type": "text", "text": "Two."},
     ]
     messages = [USER, {"role": "assistant", "content": parts}, USER]
-    reading = Reading(reads=lambda _: reads)
+    reading = Reading(reads=reads)
     asked = ChatRequest.read(json.dumps({**MINIMUM, "messages": messages}).encode(), reading)
     earlier = asked.continued.messages[1]
     assert (earlier.content, earlier.reasoning) == ("Two.", "Let me see." if reads else "")
@@ -315,7 +315,7 @@ def test_a_choice_in_the_other_form_is_refused(parameters: dict[str, Any], param
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_what_a_template_reads_reaches_it(name: str, field: str) -> None:
     reads = frozenset({field, "enable_thinking", "reasoning_effort"})
-    reading = Reading(reads=lambda model: reads if model == "m" else frozenset())
+    reading = Reading(reads=reads)
     earlier = {"role": "assistant", "content": "Two.", name: "Hm."}
     body: dict[str, Any] = MINIMUM | {
         "messages": [USER | {name: "x"}, earlier, USER],
@@ -326,7 +326,7 @@ def test_what_a_template_reads_reaches_it(name: str, field: str) -> None:
     assert [message.reasoning for message in prompt.messages] == ["", "Hm.", ""]
     assert prompt.switches == {"reasoning_effort": "low", "enable_thinking": False}
     assert set(reading.ignored) == {f"messages.{name}", "chat_template_kwargs.other"}
-    reading = Reading(reads=lambda _: frozenset())
+    reading = Reading(reads=frozenset())
     prompt = ChatRequest.read(json.dumps(body).encode(), reading).continued
     assert (prompt.switches, [message.reasoning for message in prompt.messages]) == ({}, ["", "", ""])
     assert "reasoning_effort" in reading.ignored

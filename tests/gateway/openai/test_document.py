@@ -1,5 +1,6 @@
-"""What is told of keys that an object of a request may not have, wherever it lies."""
+"""Objects of a body: the keys they may not have, wherever they lie, and the model that one names."""
 
+import codecs
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from gateway.errors import InvalidRequestError
 from gateway.openai.chat_request import ChatRequest
+from gateway.openai.document import named_model
 from gateway.openai.responses_request import ResponsesRequest
 from gateway.openai.tokenize import TokenizeRequest
 
@@ -62,3 +64,21 @@ def test_of_many_unknown_keys_the_first_is_told(
     with pytest.raises(ValidationError) as faults:
         model.model_validate(document)
     assert faults.value.error_count() <= 2
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b'{"messages": [{"model": "other"}], "model": "glm"}', "glm"),
+        (codecs.BOM_UTF8 + b'{"model": "glm"}', "glm"),
+        (b'{"model": null}', None),
+        (b'{"model": 5}', None),
+        (b'{"model": "\xff"}', None),
+        (b'{"model": "glm"} x', None),
+        (b'["model"]', None),
+        (b"", None),
+        (b'{"a": ' + b"[" * 100_000, None),
+    ],
+)
+def test_the_model_that_a_body_names(body: bytes, named: str | None) -> None:
+    assert named_model(body) == named

@@ -457,7 +457,7 @@ def test_what_a_template_reads_reaches_it() -> None:
     body = {"model": "m", "input": items, "reasoning": {"effort": "low"}}
     body["chat_template_kwargs"] = {"enable_thinking": False, "other": 1}
     reads = frozenset({"reasoning_content", "reasoning_effort", "enable_thinking"})
-    reading = Reading(reads=lambda model: reads if model == "m" else frozenset())
+    reading = Reading(reads=reads)
     prompt = ResponsesRequest.read(json.dumps(body).encode(), reading).continued
     assert list(reading.ignored) == ["chat_template_kwargs.other"]
     assert prompt.switches == {"reasoning_effort": "low", "enable_thinking": False}
@@ -473,7 +473,7 @@ def test_reasoning_between_the_calls_of_one_answer_is_of_the_same_message() -> N
     """As items of other servers' models have it: the first call's result seemed not to follow it."""
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
     items = [ASKED, thought, call(), thought, call("call_b"), result(), result("call_b")]
-    reading = Reading(reads=lambda _: frozenset({"reasoning_content"}))
+    reading = Reading(reads=frozenset({"reasoning_content"}))
     body = json.dumps({"model": "m", "input": items}).encode()
     said = ResponsesRequest.read(body, reading).continued.messages
     assert [(each.role, each.reasoning, len(each.calls)) for each in said] == [
@@ -488,7 +488,7 @@ def test_reasoning_behind_text_is_of_the_same_message() -> None:
     """A call behind it stood in a message of its own, which templates of alternating roles refused."""
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
     body = json.dumps({"model": "m", "input": [ASKED, thought, answer(), thought, call(), result()]}).encode()
-    reading = Reading(reads=lambda _: frozenset({"reasoning_content"}))
+    reading = Reading(reads=frozenset({"reasoning_content"}))
     said = ResponsesRequest.read(body, reading).continued.messages
     assert [(each.role, each.reasoning, each.content, len(each.calls)) for each in said] == [
         ("user", "", "?", 0),

@@ -156,7 +156,7 @@ def test_switches_of_the_template_are_as_in_a_chat() -> None:
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     body["chat_template_kwargs"] = {"enable_thinking": False, "other": 1}
     body["reasoning_effort"] = "low"
-    reading = Reading(reads=lambda _: frozenset({"enable_thinking", "reasoning_effort"}))
+    reading = Reading(reads=frozenset({"enable_thinking", "reasoning_effort"}))
     asked = TokenizeRequest.read(json.dumps(body).encode(), reading)
     prompt = asked.tokenization(request_id="r", deadline=0).prompt
     assert isinstance(prompt, Conversation)
