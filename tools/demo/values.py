@@ -59,6 +59,7 @@ _NATIVE: Final[Mapping[str, str]] = {
 }
 _KSERVE: Final = "/v2"
 _PREDICT: Final = "/MutilBackendService/Predict"
+_DESCRIBES: Final = ("/openapi.json", "/docs")
 """For clients of old."""
 _WORDS: Final[Mapping[Lang, tuple[str, ...]]] = {
     "en": ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
@@ -126,9 +127,9 @@ def values(lang: Lang) -> Mapping[str, str]:
 
 
 def routes() -> Iterator[APIRoute]:
-    """Yield the gateway's routes, without those of the chat page."""
+    """Yield the gateway's routes, without those of the chat page and of the API's description."""
     app = create_app(Settings.model_validate({"chat_page": False}))
-    return (route for route in app.state.routes if isinstance(route, APIRoute))
+    return (route for route in app.routes if isinstance(route, APIRoute) and route.path not in _DESCRIBES)
 
 
 def endpoints() -> list[str]:
