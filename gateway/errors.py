@@ -37,7 +37,7 @@ class GatewayError(Exception):
     """The base: what a client is told, never a traceback, a path or a secret.
 
     `param` is the dotted path of the offending field. `retry_after_s` becomes the Retry-After header; None:
-    the class's. `reason` is for the log: the label by which metrics count this error, if they do.
+    the class's. `reason` is for the log: the label by which metrics count this error, if they do, or why.
     """
 
     status: ClassVar[int] = 500

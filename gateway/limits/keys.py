@@ -72,7 +72,8 @@ class Keyring:
         presented = presented.strip(" \t")
         if not presented:
             raise AuthenticationError(
-                "An API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY."
+                "An API key is needed: send the header Authorization: Bearer KEY, or x-api-key: KEY.",
+                reason="no_key",
             )
         digest = hashlib.sha256(presented.encode("latin-1")).digest()
         found: _Known | None = None
@@ -80,7 +81,7 @@ class Keyring:
             if hmac.compare_digest(known.digest, digest):
                 found = known
         if found is None:
-            raise AuthenticationError("The API key is not known.")
+            raise AuthenticationError("The API key is not known.", reason="unknown_key")
         if scope not in found.scopes:
             denied = PermissionDeniedError(f"This API key does not have the scope {scope}.")
             denied.key_name = found.name

@@ -55,6 +55,17 @@ async def test_a_key_without_the_scope_is_named(capsys: pytest.CaptureFixture[st
     assert (line["key"], line["status"], line["error"]) == ("anna", 403, "PermissionDeniedError")
 
 
+async def test_whether_a_key_was_missing_or_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    async with in_process(FakeUpstream(), api_keys=KEYS) as served:
+        for headers in ({}, {"authorization": "Bearer sk-other"}):
+            assert (await served.http.get("/v1/models", headers=headers)).status_code == 401
+    assert [(line["status"], line["reason"]) for line in lines(capsys)] == [
+        (401, "no_key"),
+        (401, "unknown_key"),
+    ]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], *, stream: bool) -> None:
     configure_logging("info")
