@@ -1,5 +1,9 @@
-import pytest
+import re
 
+import pytest
+from starlette.routing import Route
+
+from gateway.app import create_app
 from gateway.errors import PermissionDeniedError
 from gateway.http.sites import Sites, name_of
 from tests.gateway.fake_upstream import FakeUpstream
@@ -116,6 +120,23 @@ async def test_every_route_looks(path: str) -> None:
             assert "access-control-allow-origin" not in answer.headers
         assert (await served.http.get("/v1/models", headers={"Host": "rebound.example"})).status_code == 403
         assert (await served.http.get("/health", headers={"Host": "10.1.2.3:8080"})).status_code == 200
+
+
+async def test_no_route_is_left_out() -> None:
+    """Each router has the check itself: the app takes routes as they are."""
+    upstream = FakeUpstream()
+    async with in_process(upstream) as served:
+        routes = create_app(upstream.settings, upstream).routes
+        asked = [
+            (method, re.sub(r"{.*?}", "x", route.path))
+            for route in routes
+            if isinstance(route, Route)
+            for method in route.methods or ()
+        ]
+        assert len(asked) > 30
+        for method, path in asked:
+            answer = await served.http.request(method, path, headers={"Host": "rebound.example"})
+            assert answer.status_code == 403, (method, path)
 
 
 async def test_without_keys_models_are_controlled_by_a_loopback_name_only() -> None:
