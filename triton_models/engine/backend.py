@@ -60,14 +60,6 @@ class StepOperations(Operations, Protocol):
         """Return the most `tiles` that `rows` rows need, however divided among up to `chunks` chunks."""
         ...
 
-    def captures(self, chunks: Sequence[ChunkRows]) -> bool:
-        """Return whether a captured step computes these chunks as fast as one that is not captured."""
-        ...
-
-    def warm_up(self, rows: int, context: int) -> None:
-        """Do once what only steps do that are not captured: of `rows` rows, and up to `context` tokens."""
-        ...
-
     def reset(self) -> None:
         """Discard state that a failed step may have left behind."""
         ...

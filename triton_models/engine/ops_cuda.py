@@ -1,7 +1,7 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -15,13 +15,6 @@ from triton_models.engine.kernels.attention_decode import (
     decode_attention,
     plan_decode,
     share_out,
-)
-from triton_models.engine.kernels.attention_library import (
-    KEYS,
-    LEAST_KEYS,
-    attend_earlier,
-    has_library,
-    long_chunk,
 )
 from triton_models.engine.kernels.attention_prefill import (
     FEW_ROWS,
@@ -62,6 +55,7 @@ from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
 
 log = logging.getLogger(__name__)
 
+_HOPPER = (9, 0)
 _FP8_MULTIPLE = 16
 """What the library's product of 8-bit numbers needs N and K to be a multiple of."""
 
@@ -95,8 +89,14 @@ class CudaOperations:
         """A result, and it or its norm as the next product takes it."""
         self._scales: Scales = SCALED
         """What attention is to do to the latest product that goes into it."""
-        self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
-        self._library = has_library(model.device, model.dtype, kv.head_dim)
+        self._specialised = specialised_attention(model, cache)
+        self._prefill = partial(
+            prefill_config,
+            kv.head_dim,
+            model.dtype,
+            block_size=cache.block_size,
+            specialised=self._specialised is not None,
+        )
         self._prefill_parts = prefill_workspace(
             model.query_heads,
             kv.heads,
@@ -137,26 +137,6 @@ class CudaOperations:
     def _tile(self, rows: int) -> int:
         """Return how many tokens a tile has in a step of `rows` rows."""
         return queries_per_tile(self._query_heads, self._kv_heads, self._prefill(rows=rows))
-
-    def captures(self, chunks: Sequence[ChunkRows]) -> bool:
-        """Return False if the library attends to what precedes one of them: other work for each length."""
-        return not (self._library and long_chunk(chunks))
-
-    def warm_up(self, rows: int, context: int) -> None:
-        """Have the library plan its work for each number of earlier tokens; what it refuses is ours to do."""
-        if not self._library:
-            return
-        cached = self._cache.keys[0], self._cache.values[0]
-        # Plans are for strides, too: queries are the first heads of a product, as in `attend`.
-        heads = self._query_heads + 2 * self._kv_heads
-        queries = cached[0].new_zeros((rows, heads, cached[0].shape[-1]))[:, : self._query_heads]
-        tables = cached[0].new_zeros((1, context // self._cache.block_size), dtype=torch.int32)
-        try:
-            for offset in range(LEAST_KEYS, context, KEYS):
-                attend_earlier(queries, *cached, tables, ChunkRows(0, 0, rows, offset))
-        except RuntimeError as error:
-            log.warning("cuDNN does not attend to what precedes long prompts' chunks: %s", error)
-            self._library = False
 
     def reset(self) -> None:
         """Zero the counters that a failed launch may have left."""
@@ -207,20 +187,12 @@ class CudaOperations:
             )
         if layout.tiles is not None:
             config = self._prefill(rows=len(queries))
-            chunk = long_chunk(layout.chunks) if self._library and slopes is None else None
-            earlier = attend_earlier(queries, keys, values, tables, chunk) if chunk else None
-            prefill_attention(
-                queries,
-                keys,
-                values,
-                tables,
-                layout.tiles,
-                attended.view(queries.shape),
-                config=config,
-                slopes=slopes,
-                workspace=self._prefill_parts if layout.divided else None,
-                earlier=earlier,
-            )
+            work = queries, keys, values, tables, layout.tiles, attended.view(queries.shape)
+            if self._specialised is not None and config.specialised and slopes is None:
+                self._specialised(*work)
+            else:
+                parts = self._prefill_parts if layout.divided else None
+                prefill_attention(*work, config=config, slopes=slopes, workspace=parts)
         if ahead is not None:
             self._ahead = attended, None, ahead
         return attended
@@ -419,6 +391,31 @@ def _norm_to_round(then: Next | None, rows: int) -> Norm | None:
 
 def _normed(inputs: Tensor, norm: Norm | None) -> Tensor:
     return inputs if norm is None else norm_rows(inputs, norm.weight, norm.epsilon, norm.bias)
+
+
+def specialised_attention(model: CausalModel, cache: KVCache) -> Callable[..., None] | None:
+    """Return `attention_hopper.attend` for a model's GPU; None if it is for others, or does not work here.
+
+    The language that it is written in may change with Triton's version, so it is tried.
+    """
+    kv, device = model.kv_shape, model.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
+        return None
+    group, shape = model.query_heads // kv.heads, (model.query_heads + 2 * kv.heads, kv.head_dim)
+    try:
+        from triton_models.engine.kernels import attention_hopper  # noqa: PLC0415 - it may be what fails
+
+        if not attention_hopper.fits(model.dtype, group, kv.head_dim, cache.block_size):
+            return None
+        attend = partial(attention_hopper.attend, programs=_sm_count(device))
+        queries = torch.zeros((1, *shape), dtype=model.dtype, device=device)[:, : model.query_heads]
+        tiles = torch.tensor([Tile(0, 0, 0, 1)], dtype=torch.int32, device=device)
+        attend(queries, cache.keys[0], cache.values[0], torch.zeros_like(tiles), tiles, queries.contiguous())
+        torch.cuda.synchronize(device)
+    except Exception as error:  # noqa: BLE001 - of a compiler, of a launch, or a name that is gone
+        log.warning("prompts get the slower attention, since the one for Hopper fails here: %s", error)
+        return None
+    return attend
 
 
 def _sm_count(device: torch.device) -> int:

@@ -89,13 +89,6 @@ class HostOperations(PlainMath):
         """Return [], since chunks are not divided."""
         return []
 
-    def captures(self, chunks: Sequence[ChunkRows]) -> bool:  # noqa: ARG002 - no step is
-        """Return True: there is one way."""
-        return True
-
-    def warm_up(self, rows: int, context: int) -> None:
-        """Do nothing: there is nothing to do only once."""
-
     def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:  # noqa: ARG002 - it has none
         """Return 0, since chunks are not divided."""
         return 0

@@ -136,7 +136,6 @@ class Runner:
         if self._captured is None:
             return StepTimes()
         self._captured.capture()
-        self._operations.warm_up(timed, self._step.longest)
         return self._captured.times(timed)
 
     @_on_device
@@ -243,8 +242,6 @@ class Runner:
         tiles = self._operations.tiles(chunks)
         divided = any(tile.parts > 1 for tile in tiles)
         captured, padding = self._captured, 0
-        if not self._operations.captures(chunks):
-            captured = None
         if captured is not None and chunks:
             rows = chunks[-1].end
             if size := captured.size_for(rows, len(tiles), divided=divided):

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from triton_models.engine.kernels.attention_library import Earlier
 from triton_models.engine.kernels.heads import lean, load_heads, load_slopes, padded
 from triton_models.engine.kernels.parts import leave_part, merge_parts
 from triton_models.engine.models import ChunkRows, Tile
@@ -24,6 +23,9 @@ _LARGEST_HEAD = 128
 MANY_ROWS: Final = 992
 """With more rows in a step, tiles of twice the queries still give every multiprocessor work. There is a
 captured step of this size, so that padding makes no step a large one."""
+
+SPECIALISED_ROWS: Final = 480
+"""The same for programs whose warps are specialised."""
 
 FEW_ROWS: Final = 128
 """With more rows in a step, keys are not divided. That takes a kernel with more registers, and captured steps
@@ -46,7 +48,8 @@ class PrefillConfig:
     `rows`: rows of the matrix products, each a query of one head; `keys`: keys loaded at once. Both are
     powers of two of at least 16. `warps`, `stages`: Triton's launch options `num_warps` and `num_stages`.
     `in_blocks`: `keys` are all or part of a block, and loaded by the Tensor Memory Accelerator, one copy each
-    of keys and values, instead of token by token.
+    of keys and values, instead of token by token. `specialised`: where scores do not lean, `attention_hopper`
+    attends to the same tiles in less time.
     """
 
     rows: int
@@ -54,10 +57,11 @@ class PrefillConfig:
     warps: int
     stages: int
     in_blocks: bool = False
+    specialised: bool = False
 
 
 def prefill_config(
-    head_dim: int, dtype: torch.dtype, *, block_size: int = 16, rows: int = 0
+    head_dim: int, dtype: torch.dtype, *, block_size: int = 16, rows: int = 0, specialised: bool = False
 ) -> PrefillConfig:
     """Return the constants for a head's shape.
 
@@ -70,14 +74,17 @@ def prefill_config(
         dtype: of queries, keys and values.
         block_size: tokens of a block; as many as a tile's keys where the GPU gains by that (`backend`).
         rows: of the step. They change no result.
+        specialised: whether `attention_hopper` attends where these are many.
     """
     size = padded(head_dim)
     if dtype not in (torch.float16, torch.bfloat16):
         return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // size)), warps=8, stages=2)
     # The strides of what is copied are multiples of 16 bytes.
     in_blocks = block_size % _BLOCK_KEYS == 0 and head_dim % 8 == 0
-    if in_blocks and rows > MANY_ROWS and size <= _LARGEST_HEAD:
-        return PrefillConfig(rows=128, keys=_BLOCK_KEYS, warps=4, stages=3, in_blocks=True)
+    if in_blocks and rows > (SPECIALISED_ROWS if specialised else MANY_ROWS) and size <= _LARGEST_HEAD:
+        return PrefillConfig(
+            rows=128, keys=_BLOCK_KEYS, warps=4, stages=3, in_blocks=True, specialised=specialised
+        )
     # GPUs for desktops have 99 KiB of shared memory for a program; those with such blocks have more.
     keys = 64 if in_blocks or size <= _LARGEST_HEAD else 32
     return PrefillConfig(rows=64, keys=keys, warps=4, stages=2, in_blocks=in_blocks)
@@ -196,7 +203,6 @@ def prefill_attention(
     config: PrefillConfig | None = None,
     slopes: Tensor | None = None,
     workspace: PrefillWorkspace | None = None,
-    earlier: Earlier | None = None,
 ) -> None:
     """Attend each new token to its sequence up to and including itself, scaled by head_dim ** -0.5.
 
@@ -204,8 +210,8 @@ def prefill_attention(
     used: entries of `tables` there may be anything, and what other tokens left in a block affects no result.
     A row's result depends on how its tile's keys are divided, and on nothing else in the step.
 
-    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes,
-    a workspace and earlier keys.
+    Compiled once for each dtype, number of heads, head_dim, block_size, config, and whether there are slopes
+    and a workspace.
     No other argument causes another compilation, provided that the addresses of `queries`, `keys`, `values`,
     `out` and `slopes` and the stride in bytes between the tokens of `queries` are multiples of 16.
 
@@ -220,7 +226,6 @@ def prefill_attention(
             numbers of a head take a multiple of 16 bytes.
         slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
         workspace: for the parts of divided tiles, of the same config; None: there are none.
-        earlier: what is known of the first keys of one sequence, whole tiles of them; all rows of the step.
 
     Raises:
         ValueError: keys are to be loaded in blocks that hold no whole number of tiles.
@@ -245,11 +250,6 @@ def prefill_attention(
         workspace and workspace.sums,
         workspace and workspace.scales,
         workspace and workspace.arrivals,
-        earlier and earlier.sums,
-        earlier and earlier.logs,
-        earlier.slot if earlier else -1,
-        earlier.keys if earlier else 0,
-        len(queries),
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
@@ -339,7 +339,7 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["earlier_row", "earlier_keys", "step_rows", "query_stride", "table_stride"],
+    do_not_specialize=["query_stride", "table_stride"],
     do_not_specialize_on_alignment=["tables", "tiles"],
 )
 def _prefill(
@@ -353,11 +353,6 @@ def _prefill(
     sums_out,
     scales_out,
     arrivals,
-    earlier_sums,
-    earlier_logs,
-    earlier_row,
-    earlier_keys,
-    step_rows,
     query_stride,
     table_stride,
     GROUP: tl.constexpr,
@@ -404,18 +399,6 @@ def _prefill(
         # Every query attends to the first key of the last part, which is longer than a tile has tokens.
         part, parts = tl.load(tiles + 4), tl.load(tiles + 5)
         first, last = last * part // parts, last * (part + 1) // parts
-    if earlier_sums is not None:  # noqa: SIM102 - without them, the second is not compiled
-        if table_row == earlier_row:
-            # As if the first keys were one, whose score is as high as all of theirs together.
-            first = earlier_keys // KEYS
-            high = tl.load(earlier_logs + heads * step_rows + rows, mask=tokens < count, other=0.0)
-            high *= HEAD_DIM**0.5
-            weights += 1.0
-            sums = tl.load(
-                earlier_sums + (rows * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :],
-                mask=real,
-                other=0.0,
-            ).to(tl.float32)
     high, weights, sums = _attend(
         query, query_positions, slope, high, weights, sums, keys, values, kv_head, table,
         first, tl.minimum(whole, last), end,

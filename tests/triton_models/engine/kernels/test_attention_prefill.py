@@ -13,6 +13,7 @@ from tests.triton_models.engine.wild_mix import LARGE_STEP
 from triton_models.engine.graphs import prompt_sizes
 from triton_models.engine.kernels.attention_prefill import (
     MANY_ROWS,
+    SPECIALISED_ROWS,
     PrefillConfig,
     PrefillWorkspace,
     make_tiles,
@@ -144,14 +145,15 @@ def test_what_cannot_be_copied_in_blocks_is_not() -> None:
     assert not prefill_config(128, torch.float32, block_size=64, rows=2048).in_blocks
 
 
+@pytest.mark.parametrize("most", [MANY_ROWS, SPECIALISED_ROWS])
 @pytest.mark.parametrize("largest", [300, 992, 1000, 2048, 8192])
-def test_padding_does_not_make_a_step_a_large_one(largest: int) -> None:
+def test_padding_does_not_make_a_step_a_large_one(largest: int, most: int) -> None:
     """The tiles of its own rows would not be those of the captured step."""
     assert MANY_ROWS == LARGE_STEP
     sizes = prompt_sizes(largest)
     for rows in range(1, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= rows)
-        assert (rows > MANY_ROWS) == (padded > MANY_ROWS)
+        assert (rows > most) == (padded > most)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -11,9 +11,13 @@ from triton_models.engine import graphs, ops_cuda
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
-from triton_models.engine.kernels.attention_library import KEYS
-from triton_models.engine.kernels.attention_prefill import FEW_ROWS, MANY_ROWS, make_tiles
-from triton_models.engine.models import ChunkRows, KVShape, StepLayout
+from triton_models.engine.kernels.attention_prefill import (
+    FEW_ROWS,
+    MANY_ROWS,
+    SPECIALISED_ROWS,
+    make_tiles,
+)
+from triton_models.engine.models import Alibi, ChunkRows, KVShape, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
 from triton_models.engine.slots import SlotTable
 
@@ -105,30 +109,20 @@ def test_divided_attention_is_close_to_plain(device: torch.device, monkeypatch: 
     assert_close(results[1], results[0].double())
 
 
-def test_the_library_plans_ahead_what_long_prompts_need(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "slopes"), [(SPECIALISED_ROWS, False), (512, True), (512, False)])
+def test_large_steps_go_to_specialised_warps(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int, *, slopes: bool
 ) -> None:
-    """Plans are for shapes and strides: the warm-up has those of steps. What it refuses is ours to do."""
-    asked, rows, context = [], 1024, 4 * KEYS
-    monkeypatch.setattr(ops_cuda, "has_library", lambda *_: True)
+    """But for scores that lean, with the tiles that were made for them."""
+    specialised, plain = Mock(), Mock()
+    monkeypatch.setattr(ops_cuda, "specialised_attention", lambda *_: specialised)
+    monkeypatch.setattr(ops_cuda, "prefill_attention", plain)
     monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
-    monkeypatch.setattr(ops_cuda, "prefill_attention", Mock())
-    monkeypatch.setattr(
-        ops_cuda,
-        "attend_earlier",
-        lambda queries, _keys, _values, _tables, chunk: asked.append(
-            (queries.shape, queries.stride(), chunk.offset // KEYS)
-        ),
-    )
-    shape = KVShape(layers=1, heads=2, head_dim=16)
-    model = SimpleNamespace(kv_shape=shape, query_heads=4, dtype=torch.bfloat16, device=device)
-    cache = KVCache(shape, blocks=1, block_size=64, dtype=torch.bfloat16, device=device)
+    shape = KVShape(layers=1, heads=2, head_dim=128)
+    model = SimpleNamespace(kv_shape=shape, query_heads=32, dtype=torch.bfloat16, device=device)
+    cache = SimpleNamespace(keys=[None], values=[None], block_size=64)
     operations = CudaOperations(model, cache, rows=1)
-    operations.warm_up(rows, context)
-    assert [keys for *_, keys in asked] == [2, 3]
-    chunk = ChunkRows(0, 0, rows, 3 * KEYS + 64)
-    assert not operations.captures([chunk])
-    assert operations.captures([ChunkRows(0, 0, rows, 64)])
+    tiles = operations.tiles([ChunkRows(0, 0, rows, 70)])
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     layout = StepLayout(
         tables=positions.int()[:1, None],
@@ -136,15 +130,33 @@ def test_the_library_plans_ahead_what_long_prompts_need(
         positions=positions,
         decode_lengths=positions[:0].int(),
         longest_decode=0,
-        chunks=(chunk,),
-        tiles=torch.tensor(operations.tiles([chunk]), dtype=torch.int32, device=device),
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
     )
     operations.begin(layout)
-    operations.attend(0, torch.zeros(rows, 8, 16, dtype=torch.bfloat16, device=device), None)
-    assert asked[2] == asked[1]
-    monkeypatch.setattr(ops_cuda, "attend_earlier", Mock(side_effect=RuntimeError("no plan")))
-    operations.warm_up(rows, context)
-    assert operations.captures([chunk])
+    projected = torch.zeros(rows, 36, 128, dtype=torch.bfloat16, device=device)
+    operations.attend(0, projected, Alibi(torch.zeros(32)) if slopes else None)
+    chosen = specialised if rows == 512 and not slopes else plain
+    ((*_, given, out),) = [each.args for each in chosen.call_args_list]
+    assert given is layout.tiles
+    assert out.shape == (rows, 32, 128)
+    assert max(tile.tokens for tile in tiles) == (8 if rows == 512 else 4)
+    assert specialised.called != plain.called
+
+
+def test_attention_that_does_not_work_here_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(ops_cuda, "_sm_count", lambda _: 132)
+    shape = KVShape(layers=1, heads=2, head_dim=128)
+    cuda = SimpleNamespace(type="cuda")
+    model = SimpleNamespace(kv_shape=shape, query_heads=32, dtype=torch.bfloat16, device=cuda)
+    cache = SimpleNamespace(keys=[None], values=[None], block_size=16)
+    assert ops_cuda.specialised_attention(model, cache) is None
+    assert not caplog.records, "blocks of 16 tokens are none of its business"
+    cache.block_size = 64
+    assert ops_cuda.specialised_attention(model, cache) is None
+    assert "the one for Hopper fails here" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -5,7 +5,12 @@ DESKTOP = 99 * 1024
 "Technical Specifications per Compute Capability"). A launch that needs more fails."""
 
 
-def test_attention_fits_gpus_for_desktops() -> None:
+HOPPER = 227 * 1024
+"""The same for 9.0."""
+
+
+def test_attention_fits_gpus_for_desktops_and_hopper() -> None:
     taken = printed_by("shared_memory")
+    assert 0 < taken.pop("_attend") <= HOPPER
     assert taken.keys() == {"_decode", "_share_out", "_prefill"}
     assert max(taken.values()) <= DESKTOP
