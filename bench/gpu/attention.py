@@ -64,7 +64,7 @@ def check(setup: Setup, cache: Cache, results: Results) -> None:
         label = f"decode {decode.tile}/{decode.warps}/{decode.stages}"
         print(label, guarded(results, label, partial(check_decode, setup, cache, decode)))
     for prefill in setup.prefill_configs:
-        label = f"prefill {prefill.rows}x{prefill.keys}/{prefill.warps}/{prefill.stages}"
+        label = f"prefill {name_of(prefill)}"
         print(label, guarded(results, label, partial(check_prefill, setup, cache, prefill)))
     print("rotate_store", guarded(results, "rotate_store", partial(check_rotation, setup, cache)))
 
@@ -138,6 +138,8 @@ def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
 
 def name_of(config: PrefillConfig) -> str:
     """Return what a column is called."""
+    if config.specialised:
+        return "specialised warps"
     return f"{config.rows}x{config.keys}/{config.warps}/{config.stages}{' blocks' * config.in_blocks}"
 
 

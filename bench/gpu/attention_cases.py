@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench.gpu.attention_setup import Setup
 from bench.gpu.timing import Launch
+from triton_models.engine.kernels import attention_hopper
 from triton_models.engine.kernels.attention_decode import (
     DecodePlan,
     DecodeWorkspace,
@@ -155,12 +156,13 @@ class Prefill:
         setup, cache = self._setup, self._cache
         tile = queries_per_tile(setup.query_heads, setup.kv_heads, config)
         tiles = torch.tensor(make_tiles(self._chunks, tile), dtype=torch.int32, device=setup.device)
+        attend = partial(prefill_attention, config=config)
+        if config.specialised:
+            count = torch.cuda.get_device_properties(self.device).multi_processor_count
+            attend = partial(attention_hopper.attend, programs=count)
 
         def launch(layer: int) -> None:
-            prefill_attention(
-                self.queries, cache.keys[layer], cache.values[layer], self.tables, tiles, self.out,
-                config=config,
-            )  # fmt: skip
+            attend(self.queries, cache.keys[layer], cache.values[layer], self.tables, tiles, self.out)
 
         return [partial(launch, layer) for layer in range(setup.layers)]
 

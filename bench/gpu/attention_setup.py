@@ -66,7 +66,7 @@ CHATGLM3 = Setup(
         PrefillConfig(rows=64, keys=64, warps=4, stages=2, in_blocks=True),
         PrefillConfig(rows=128, keys=64, warps=4, stages=2, in_blocks=True),
         PrefillConfig(rows=128, keys=64, warps=4, stages=3, in_blocks=True),
-        PrefillConfig(rows=128, keys=64, warps=8, stages=3, in_blocks=True),
+        PrefillConfig(rows=128, keys=64, warps=4, stages=3, in_blocks=True, specialised=True),
     ),
 )
 
