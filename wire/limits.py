@@ -34,7 +34,8 @@ TOP_LOGPROBS_LIMIT: Final = 20
 PRIORITY_LIMIT: Final = 100
 """Priorities range from minus this to plus this."""
 
-TOOLS_LIMIT: Final = 128
+TOOLS_LIMIT: Final = 512
+"""OpenAI takes 128; agents with several MCP servers offer more."""
 
 GRAMMAR_LIMIT: Final = 2**18
 """Characters in a grammar's text: a schema written as JSON, a regular expression, or rules."""

@@ -15,6 +15,7 @@ from gateway.core.request import (
 from gateway.errors import InvalidRequestError
 from gateway.openai.document import Reading
 from gateway.openai.responses_request import ResponsesRequest, messages_of
+from wire.limits import TOOLS_LIMIT
 
 TOOL = {"type": "function", "name": "now"}
 LOGPROBS = "message.output_text.logprobs"
@@ -250,7 +251,7 @@ def test_accepted(parameters: dict[str, Any]) -> None:
         ({"tools": [{**TOOL, "strict": "yes"}]}, "tools.0.strict"),
         ({"tools": [TOOL, {**TOOL, "defer_loading": True}]}, "tools.1.defer_loading"),
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{**TOOL, "name": f"f{number}"} for number in range(TOOLS_LIMIT + 1)]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 1}, "min_tokens"),
         ({"tools": [{**TOOL, "strict": True}], "ignore_eos": True}, "ignore_eos"),

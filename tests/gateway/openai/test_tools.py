@@ -90,6 +90,14 @@ def test_what_is_offered(parameters: dict[str, Any], offer: ToolOffer | None) ->
     assert prompt(**parameters).offer == offer
 
 
+def test_agents_with_many_servers_offer_more_tools_than_openai_takes() -> None:
+    """OpenAI takes 128."""
+    offer = prompt(tools=[named(f"f{number}") for number in range(300)], tool_choice=named("f299")).offer
+    assert offer is not None
+    assert [tool.name for tool in offer.tools] == [f"f{number}" for number in range(300)]
+    assert offer.choice == NamedTool("f299")
+
+
 def test_faults_are_those_of_the_tool_as_it_was_sent() -> None:
     body = {"model": "m", "messages": [USER], "tools": TOOLS, "tool_choice": allowed("auto", "now")}
     (asked,) = ChatRequest.read(json.dumps(body).encode()).generations(request_id="r", deadline=0)

@@ -9,6 +9,7 @@ from tests.triton_models.text.walks import Walker
 from triton_models.errors import InvalidGrammarError, TokenMaskError
 from triton_models.text.tokenizers import Tokenizer
 from wire.grammar import CallableTool, Grammar, Reasoning
+from wire.limits import TOOLS_LIMIT
 
 
 @pytest.fixture(scope="module", params=["chatglm3", "glm4"])
@@ -251,3 +252,18 @@ def test_reasoning_comes_first(glm4: Tokenizer, begun: bool) -> None:
     listed = Grammar("tool_calls", rules(BOOLEAN, required=True), reasoning)
     calls = '[{"name": "f", "arguments": {"a": false}},{"name": "f", "arguments": {"a": true}}]'
     assert told(walker, listed, thought + calls) == thought + calls + "."
+
+
+@pytest.mark.parametrize(
+    ("more", "call"),
+    [
+        (MARKED, '<call>{"name": "f511", "arguments": {"a": 511}}</call>'),
+        ({"bare": "object"}, '{"name": "f511", "parameters": {"a": 511}}'),
+        ({"bare": "line"}, 'f511\n{"a": 511}'),
+    ],
+)
+def test_the_last_of_very_many_tools_can_be_called(walker: Walker, more: dict[str, Any], call: str) -> None:
+    tools = [CallableTool(f"f{number}", obj(a={"const": number})) for number in range(TOOLS_LIMIT)]
+    grammar = Grammar("tool_calls", rules(*tools, **more))
+    assert told(walker, grammar, call) == call + "."
+    assert told(walker, grammar, call.replace("511}", "510}")) != call.replace("511}", "510}") + "."
