@@ -87,7 +87,8 @@ class Runner:
             self._penalties.seen.nbytes / 1e6,
             *self._penalties.seen.shape,
         )
-        self._operations = backend.operations(model, self._cache, settings.max_running)
+        with current(model.device):  # they may try what they have
+            self._operations = backend.operations(model, self._cache, settings.max_running)
         # No reference to this runner: dropping it must free device memory without the garbage collector.
         self._step = DeviceStep(model, backend, self._operations, self._slots, longest=context)
         self._captured: CapturedSteps | None = None

@@ -3,6 +3,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tests.triton_models.engine.fake_model import FakeModel, continuation, ids, 
 from triton_models.engine import runner
 from triton_models.engine.backend import PLAIN
 from triton_models.engine.engine import Engine
-from triton_models.engine.models import Operations
+from triton_models.engine.models import CausalModel, Operations
+from triton_models.engine.ops_torch import TorchOperations
 from triton_models.engine.runner import Runner
 from triton_models.engine.sampling import SamplingParams
 from triton_models.engine.settings import EngineSettings
@@ -36,11 +38,17 @@ def test_steps_make_the_models_device_the_current_one(monkeypatch: pytest.Monkey
             inside.append(entered == [self.device])
             return super().forward(tokens, operations)
 
+    def watched(model: CausalModel, *others: Any) -> TorchOperations:
+        inside.append(entered == [model.device])
+        return TorchOperations(model, *others)
+
     monkeypatch.setattr(runner, "current", spy)
+    Runner(FakeModel(), replace(PLAIN, operations=watched), SMALL, context=64)
+    assert inside == [True]
     engine = Engine(Watched(), SMALL)
     engine.add(request("a", (1, 2)))
     run(engine)
-    assert inside
+    assert len(inside) > 1
     assert all(inside)
 
 
