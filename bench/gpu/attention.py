@@ -136,10 +136,10 @@ def time_prefill(setup: Setup, cache: Cache, results: Results) -> None:
     )
 
 
-def name_of(config: PrefillConfig) -> str:
+def name_of(config: PrefillConfig | str) -> str:
     """Return what a column is called."""
-    if config.specialised:
-        return "specialised warps"
+    if isinstance(config, str):
+        return config
     return f"{config.rows}x{config.keys}/{config.warps}/{config.stages}{' blocks' * config.in_blocks}"
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bench.gpu.attention_setup import Setup
 from bench.gpu.timing import Launch
-from triton_models.engine.kernels import attention_hopper
 from triton_models.engine.kernels.attention_decode import (
     DecodePlan,
     DecodeWorkspace,
@@ -23,7 +22,8 @@ from triton_models.engine.kernels.attention_prefill import (
     queries_per_tile,
 )
 from triton_models.engine.kernels.elementwise import rotate_store
-from triton_models.engine.models import ChunkRows
+from triton_models.engine.models import ChunkRows, KVShape
+from triton_models.engine.ops_hopper import HopperAttention
 
 FLUSH_BYTES = 2**28
 """Several times a Hopper's L2 cache."""
@@ -151,15 +151,18 @@ class Prefill:
         self.queries = torch.empty(shape, dtype=setup.dtype, device=setup.device).normal_()
         self.out = torch.full_like(self.queries, torch.nan)
 
-    def launches(self, config: PrefillConfig) -> list[Launch]:
+    def launches(self, config: PrefillConfig | str) -> list[Launch]:
         """Return one launch per layer."""
         setup, cache = self._setup, self._cache
-        tile = queries_per_tile(setup.query_heads, setup.kv_heads, config)
-        tiles = torch.tensor(make_tiles(self._chunks, tile), dtype=torch.int32, device=setup.device)
-        attend = partial(prefill_attention, config=config)
-        if config.specialised:
+        if isinstance(config, str):
             count = torch.cuda.get_device_properties(self.device).multi_processor_count
-            attend = partial(attention_hopper.attend, programs=count)
+            shape = KVShape(layers=setup.layers, heads=setup.kv_heads, head_dim=setup.head_dim)
+            hopper = HopperAttention(setup.query_heads, shape, programs=count, device=self.device)
+            made, attend = hopper.tiles(self._chunks), hopper.attend
+        else:
+            tile = queries_per_tile(setup.query_heads, setup.kv_heads, config.rows)
+            made, attend = make_tiles(self._chunks, tile), partial(prefill_attention, config=config)
+        tiles = torch.tensor(made, dtype=torch.int32, device=setup.device)
 
         def launch(layer: int) -> None:
             attend(self.queries, cache.keys[layer], cache.values[layer], self.tables, tiles, self.out)
@@ -167,7 +170,7 @@ class Prefill:
         return [partial(launch, layer) for layer in range(setup.layers)]
 
 
-def check_prefill(setup: Setup, cache: Cache, config: PrefillConfig) -> str:
+def check_prefill(setup: Setup, cache: Cache, config: PrefillConfig | str) -> str:
     """Compare the last sequence of each case with float64, and look for NaN in all."""
     errors = []
     for case in setup.prompts:
@@ -235,12 +238,12 @@ def check_rotation(setup: Setup, cache: Cache) -> str:
     return "bits equal" if right else "bits DIFFER"
 
 
-def compile_kernel(setup: Setup, what: DecodePlan | PrefillConfig | None) -> None:
+def compile_kernel(setup: Setup, what: DecodePlan | PrefillConfig | str | None) -> None:
     """Launch one kernel on little data, to fill the compiler's cache."""
     cache = Cache(setup, 64)
     if isinstance(what, DecodePlan):
         Decode(setup, cache, [20]).launches(what)[0]()
-    elif isinstance(what, PrefillConfig):
+    elif what is not None:
         Prefill(setup, cache, (1, 0, 20)).launches(what)[0]()
     else:
         Rotation(setup, cache, 1).launches()[0]()

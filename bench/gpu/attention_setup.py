@@ -1,11 +1,15 @@
 """Shapes and cases for checking and timing the attention kernels."""
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
 from triton_models.engine.kernels.attention_decode import DecodePlan
 from triton_models.engine.kernels.attention_prefill import PrefillConfig
+
+SPECIALISED: Final = "specialised warps"
+"""Attention by `HopperAttention`, which makes tiles of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,8 @@ class Setup:
     """For each case: number of sequences, earlier tokens of each, new tokens of each."""
     rotated: tuple[int, ...]
     decode_plans: tuple[DecodePlan, ...]
-    prefill_configs: tuple[PrefillConfig, ...]
+    prefill_configs: tuple[PrefillConfig | str, ...]
+    """Ways to attend to prompts: `prefill_attention` with a config, or `SPECIALISED`."""
     block_size: int = 64
     most_launches: int = 448
 
@@ -66,7 +71,7 @@ CHATGLM3 = Setup(
         PrefillConfig(rows=64, keys=64, warps=4, stages=2, in_blocks=True),
         PrefillConfig(rows=128, keys=64, warps=4, stages=2, in_blocks=True),
         PrefillConfig(rows=128, keys=64, warps=4, stages=3, in_blocks=True),
-        PrefillConfig(rows=128, keys=64, warps=4, stages=3, in_blocks=True, specialised=True),
+        SPECIALISED,
     ),
 )
 

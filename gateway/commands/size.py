@@ -32,9 +32,9 @@ INT4_GROUP: Final = 128
 STEP_TOKENS: Final = 2048
 """Tokens of the largest step."""
 
-GRAPHS: Final = 212
+GRAPHS: Final = 234
 """Graphs at `MAX_RUNNING`: of each step of decodes one for its logits and three that sample; one of each step
-with prompts."""
+with prompts, and another for many keys of those with few rows (on a Hopper GPU, which has the most)."""
 CONTEXT_BYTES: Final = GIB
 """What the driver and its libraries take of a device for one process."""
 _FLOAT32: Final = 4

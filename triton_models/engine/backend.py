@@ -47,16 +47,19 @@ class StepOperations(Operations, Protocol):
         """Prepare for the attention of another step; the step before is forgotten."""
         ...
 
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[Tile]:
-        """Divide chunks into the tiles that attention works on, for `StepLayout.tiles`; [] if it has none."""
+    def tiles(self, chunks: Sequence[ChunkRows]) -> tuple[list[Tile], bool]:
+        """Divide chunks into the tiles that attention works on; return `StepLayout.tiles` and `many_keys`.
+
+        There are none without chunks, and where attention has no tiles.
+        """
         ...
 
     @property
-    def divided_rows(self) -> int:
-        """Most rows of a step whose tiles may be parts of others (`StepLayout.divided`); 0: none ever are."""
+    def many_keys_rows(self) -> int:
+        """Most rows of a step that may have `StepLayout.many_keys`."""
         ...
 
-    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
+    def most_tiles(self, rows: int, chunks: int, *, many_keys: bool) -> int:
         """Return the most `tiles` that `rows` rows need, however divided among up to `chunks` chunks."""
         ...
 

@@ -67,7 +67,7 @@ class DeviceStep:
         rows: Tensor,
         tiles: Tensor,
         *,
-        divided: bool,
+        many_keys: bool,
         decodes: int,
         longest: int,
         chunks: tuple[ChunkRows, ...] = (),
@@ -77,7 +77,7 @@ class DeviceStep:
         Args:
             rows: [3, T] int64, see `Staged.rows`.
             tiles: [N, 7] int64, see `Staged.tiles`.
-            divided: as in `StepLayout`, which has the chunks, too.
+            many_keys: as in `StepLayout`, which has the chunks, too.
             decodes: only among so many first rows are decodes.
             longest: most tokens of one of these, the new one included.
             chunks: of the step.
@@ -92,7 +92,7 @@ class DeviceStep:
             longest_decode=longest,
             chunks=chunks,
             tiles=tiles.int(),
-            divided=divided,
+            many_keys=many_keys,
         )
         return self.forward(torch.where(told, tokens, self.slots.tokens[slots]), layout)
 
@@ -235,7 +235,7 @@ class CapturedSteps:
 
     A graph that samples is only used if every request is plain (`SamplingParams.plain`). Steps with prompts
     are captured up to the hidden states, from which the logits of a few rows are computed. Those of few rows
-    are captured twice: with and without divided tiles.
+    are captured twice: for few keys and for many.
 
     Args:
         step: does the work.
@@ -250,8 +250,8 @@ class CapturedSteps:
         tables, spare = step.slots.tables, step.slots.spare
         device = tables.device
 
-        def tiles_in(rows: int, *, divided: bool) -> int:
-            return operations.most_tiles(rows, _CHUNKS, divided=divided)
+        def tiles_in(rows: int, *, many_keys: bool) -> int:
+            return operations.most_tiles(rows, _CHUNKS, many_keys=many_keys)
 
         decode_slots = torch.full((spare,), spare, dtype=torch.int64, device=device)
         decode = SizedGraphs(decode_sizes(spare), lambda size: step.decode(decode_slots[:size], step.longest))
@@ -272,21 +272,21 @@ class CapturedSteps:
         sizes = prompt_sizes(largest)
         rows = torch.tensor([spare, 0, -1], device=device).repeat_interleave(sizes[-1])
         # Smaller steps may have more of them, since theirs are smaller, too, or parts.
-        most = max(tiles_in(size, divided=divided) for size in sizes for divided in (False, True))
+        most = max(tiles_in(size, many_keys=many_keys) for size in sizes for many_keys in (False, True))
         tiles = torch.zeros(_TILE * most, dtype=torch.int64, device=device)
 
-        def prompts(divided: bool, size: int) -> Tensor:  # noqa: FBT001 - what two kinds of graphs differ in
-            padded_tiles = tiles[: _TILE * tiles_in(size, divided=divided)].view(-1, _TILE)
+        def prompts(many_keys: bool, size: int) -> Tensor:  # noqa: FBT001 - what two kinds of graphs differ in
+            padded_tiles = tiles[: _TILE * tiles_in(size, many_keys=many_keys)].view(-1, _TILE)
             padded_rows = rows[: 3 * size].view(3, size)
             return step.prompts(
-                padded_rows, padded_tiles, divided=divided, decodes=min(size, spare), longest=step.longest
+                padded_rows, padded_tiles, many_keys=many_keys, decodes=min(size, spare), longest=step.longest
             )
 
         self._rows, self._tiles = rows, tiles
-        few = [size for size in sizes if size <= operations.divided_rows]
+        few = [size for size in sizes if size <= operations.many_keys_rows]
         self._prompts = {
-            divided: SizedGraphs(each, partial(prompts, divided))
-            for divided, each in ((False, sizes), (True, few))
+            many_keys: SizedGraphs(each, partial(prompts, many_keys))
+            for many_keys, each in ((False, sizes), (True, few))
             if each
         }
 
@@ -315,11 +315,11 @@ class CapturedSteps:
         """Return how many rows of the spare slot pad a step of `decodes` decodes."""
         return (self._decode.size_for(decodes) or decodes) - decodes
 
-    def size_for(self, rows: int, tiles: int, *, divided: bool) -> PromptsSize | None:
+    def size_for(self, rows: int, tiles: int, *, many_keys: bool) -> PromptsSize | None:
         """Return the size of the smallest step with prompts that has room for these; None: there is none."""
-        graphs = self._prompts.get(divided)
+        graphs = self._prompts.get(many_keys)
         size = graphs.size_for(rows) if graphs else None
-        if size is None or tiles > (room := self._tiles_in(size, divided=divided)):
+        if size is None or tiles > (room := self._tiles_in(size, many_keys=many_keys)):
             return None
         return PromptsSize(size, room)
 
@@ -339,7 +339,7 @@ class CapturedSteps:
             self._words[rows] = words
         return self._finish[rules].replay(size)
 
-    def prompts(self, rows: Tensor, tiles: Tensor, *, divided: bool) -> Tensor:
+    def prompts(self, rows: Tensor, tiles: Tensor, *, many_keys: bool) -> Tensor:
         """Return the hidden states, [T, width], of a step with prompts, padded to a captured size T.
 
         The next call overwrites the result.
@@ -347,8 +347,8 @@ class CapturedSteps:
         Args:
             rows: [3 * T] int64, see `Staged.rows`.
             tiles: [7 * N] int64, see `Staged.tiles`; as many as the size has.
-            divided: the size's.
+            many_keys: the size's.
         """
         self._rows[: len(rows)].copy_(rows)
         self._tiles[: len(tiles)].copy_(tiles)
-        return self._prompts[divided].replay(len(rows) // 3)
+        return self._prompts[many_keys].replay(len(rows) // 3)

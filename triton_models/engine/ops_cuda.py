@@ -1,7 +1,7 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -18,6 +18,7 @@ from triton_models.engine.kernels.attention_decode import (
 )
 from triton_models.engine.kernels.attention_prefill import (
     FEW_ROWS,
+    MANY_KEYS,
     make_tiles,
     prefill_attention,
     prefill_config,
@@ -51,11 +52,16 @@ from triton_models.engine.models import (
     StepLayout,
     Tile,
 )
+from triton_models.engine.ops_hopper import (
+    FEW_HOPPER_ROWS,
+    HOPPER_ROWS,
+    HopperAttention,
+    hopper_attention,
+)
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
 
 log = logging.getLogger(__name__)
 
-_HOPPER = (9, 0)
 _FP8_MULTIPLE = 16
 """What the library's product of 8-bit numbers needs N and K to be a multiple of."""
 
@@ -89,14 +95,8 @@ class CudaOperations:
         """A result, and it or its norm as the next product takes it."""
         self._scales: Scales = SCALED
         """What attention is to do to the latest product that goes into it."""
-        self._specialised = specialised_attention(model, cache)
-        self._prefill = partial(
-            prefill_config,
-            kv.head_dim,
-            model.dtype,
-            block_size=cache.block_size,
-            specialised=self._specialised is not None,
-        )
+        self._hopper = hopper_attention(model, cache.block_size, programs=_sm_count(model.device))
+        self._prefill = partial(prefill_config, kv.head_dim, model.dtype, block_size=cache.block_size)
         self._prefill_parts = prefill_workspace(
             model.query_heads,
             kv.heads,
@@ -115,34 +115,49 @@ class CudaOperations:
         if self._decodes:
             self._items = share_out(layout.decode_lengths, layout.slots, self._plan)
 
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[Tile]:
-        """Divide chunks into the tiles of the prefill kernel."""
+    def tiles(self, chunks: Sequence[ChunkRows]) -> tuple[list[Tile], bool]:
+        """Divide chunks into the tiles of the kernel that suits them."""
         if not chunks:
-            return []
+            return [], False
         rows = chunks[-1].end
-        config, parts = self._prefill(rows=rows), self._prefill_parts
-        programs = parts.places if parts is not None and rows <= self.divided_rows else 0
-        return make_tiles(chunks, self._tile(rows), keys=config.keys, programs=programs)
+        many_keys = rows <= self.many_keys_rows and max(chunk.length for chunk in chunks) > MANY_KEYS
+        if hopper := self._hopper_for(rows, many_keys=many_keys):
+            return hopper.tiles(chunks), many_keys
+        parts = self._prefill_parts if many_keys else None
+        keys, programs = self._prefill(rows=rows).keys, parts.places if parts is not None else 0
+        tiles = make_tiles(chunks, self._tile(rows), keys=keys, programs=programs)
+        # A kernel that can merge parts takes a little longer where there are none.
+        return tiles, any(tile.parts > 1 for tile in tiles)
 
     @property
-    def divided_rows(self) -> int:
-        """In steps with more rows, whole tiles are work enough."""
+    def many_keys_rows(self) -> int:
+        """Steps with more rows have tiles enough, or are for `HopperAttention` anyway."""
+        if self._hopper is not None:
+            return HOPPER_ROWS
         return 0 if self._prefill_parts is None else FEW_ROWS
 
-    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
+    def most_tiles(self, rows: int, chunks: int, *, many_keys: bool) -> int:
         """Return the most tiles: each chunk has at most one that it does not fill."""
-        parts = self._prefill_parts.places if divided and self._prefill_parts is not None else 0
+        if hopper := self._hopper_for(rows, many_keys=many_keys):
+            return hopper.most_tiles(rows, chunks)
+        parts = self._prefill_parts.places if many_keys and self._prefill_parts is not None else 0
         return rows // self._tile(rows) + chunks + parts
+
+    def _hopper_for(self, rows: int, *, many_keys: bool) -> HopperAttention | None:
+        """Return what attends in a step of `rows` rows, if it is this."""
+        return self._hopper if rows > (FEW_HOPPER_ROWS if many_keys else HOPPER_ROWS) else None
 
     def _tile(self, rows: int) -> int:
         """Return how many tokens a tile has in a step of `rows` rows."""
-        return queries_per_tile(self._query_heads, self._kv_heads, self._prefill(rows=rows))
+        return queries_per_tile(self._query_heads, self._kv_heads, self._prefill(rows=rows).rows)
 
     def reset(self) -> None:
         """Zero the counters that a failed launch may have left."""
         self._workspace.reset()
         if self._prefill_parts is not None:
             self._prefill_parts.reset()
+        if self._hopper is not None:
+            self._hopper.reset()
         self._arrivals.zero_()
 
     def attend(
@@ -186,12 +201,12 @@ class CudaOperations:
                 marks=ahead.sums if isinstance(ahead, Rows) else ahead and ahead[1],
             )
         if layout.tiles is not None:
-            config = self._prefill(rows=len(queries))
             work = queries, keys, values, tables, layout.tiles, attended.view(queries.shape)
-            if self._specialised is not None and config.specialised and slopes is None:
-                self._specialised(*work)
+            if hopper := self._hopper_for(len(queries), many_keys=layout.many_keys):
+                hopper.attend(*work, slopes=slopes)
             else:
-                parts = self._prefill_parts if layout.divided else None
+                config = self._prefill(rows=len(queries))
+                parts = self._prefill_parts if layout.many_keys else None
                 prefill_attention(*work, config=config, slopes=slopes, workspace=parts)
         if ahead is not None:
             self._ahead = attended, None, ahead
@@ -391,31 +406,6 @@ def _norm_to_round(then: Next | None, rows: int) -> Norm | None:
 
 def _normed(inputs: Tensor, norm: Norm | None) -> Tensor:
     return inputs if norm is None else norm_rows(inputs, norm.weight, norm.epsilon, norm.bias)
-
-
-def specialised_attention(model: CausalModel, cache: KVCache) -> Callable[..., None] | None:
-    """Return `attention_hopper.attend` for a model's GPU; None if it is for others, or does not work here.
-
-    The language that it is written in may change with Triton's version, so it is tried.
-    """
-    kv, device = model.kv_shape, model.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
-        return None
-    group, shape = model.query_heads // kv.heads, (model.query_heads + 2 * kv.heads, kv.head_dim)
-    try:
-        from triton_models.engine.kernels import attention_hopper  # noqa: PLC0415 - it may be what fails
-
-        if not attention_hopper.fits(model.dtype, group, kv.head_dim, cache.block_size):
-            return None
-        attend = partial(attention_hopper.attend, programs=_sm_count(device))
-        queries = torch.zeros((1, *shape), dtype=model.dtype, device=device)[:, : model.query_heads]
-        tiles = torch.tensor([Tile(0, 0, 0, 1)], dtype=torch.int32, device=device)
-        attend(queries, cache.keys[0], cache.values[0], torch.zeros_like(tiles), tiles, queries.contiguous())
-        torch.cuda.synchronize(device)
-    except Exception as error:  # noqa: BLE001 - of a compiler, of a launch, or a name that is gone
-        log.warning("prompts get the slower attention, since the one for Hopper fails here: %s", error)
-        return None
-    return attend
 
 
 def _sm_count(device: torch.device) -> int:

@@ -83,13 +83,13 @@ class PlainMath:
 class HostOperations(PlainMath):
     """What `StepOperations` without kernels of a GPU have in common: no tiles from the host, and no state."""
 
-    divided_rows = 0
+    many_keys_rows = 0
 
-    def tiles(self, chunks: Sequence[ChunkRows]) -> list[Tile]:  # noqa: ARG002 - it has none
-        """Return [], since chunks are not divided."""
-        return []
+    def tiles(self, chunks: Sequence[ChunkRows]) -> tuple[list[Tile], bool]:  # noqa: ARG002 - it has none
+        """Return none, since chunks are not divided."""
+        return [], False
 
-    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:  # noqa: ARG002 - it has none
+    def most_tiles(self, rows: int, chunks: int, *, many_keys: bool) -> int:  # noqa: ARG002 - it has none
         """Return 0, since chunks are not divided."""
         return 0
 

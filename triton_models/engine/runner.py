@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from itertools import chain
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -110,6 +111,7 @@ class Runner:
         chunks = tuple(
             ChunkRows(spare, start, min(start + longest, rows), 0) for start in range(0, rows, longest)
         )
+        tiles, many_keys = self._operations.tiles(chunks)
         tokens = torch.zeros(rows, dtype=torch.int64, device=self._model.device)
         layout = StepLayout(
             tables=self._slots.tables,
@@ -118,7 +120,8 @@ class Runner:
             decode_lengths=tokens[:0].int(),
             longest_decode=0,
             chunks=chunks,
-            tiles=tokens.new_tensor(self._operations.tiles(chunks)).view(-1, len(Tile._fields)).int(),
+            tiles=tokens.new_tensor(tiles).view(-1, len(Tile._fields)).int(),
+            many_keys=many_keys,
         )
         self._step.logits(self._step.forward(tokens, layout)[:spare].clone())
         return 0
@@ -152,7 +155,7 @@ class Runner:
         chunks = chunk_rows(step)
         scored = prompt_chunks(step, chunks, logits=False)
         staging = Staging()
-        captured, divided = self._stage(staging, step, chunks)
+        captured, many_keys = self._stage(staging, step, chunks)
         stage_slots(staging, step.decodes, step.drafts, step.prefills, self._cache.block_size)
         stage_penalties(staging, step.prefills)
         stage_sampling(staging, step.sampling, step.followed)
@@ -167,12 +170,12 @@ class Runner:
         longest = max((chunk.end for chunk in step.decodes), default=0)
         if step.told:
             if captured:
-                hidden = captured.prompts(staged.rows, staged.tiles, divided=divided)
+                hidden = captured.prompts(staged.rows, staged.tiles, many_keys=many_keys)
             else:
                 hidden = self._step.prompts(
                     staged.rows.view(3, -1),
                     staged.tiles.view(-1, len(Tile._fields)),
-                    divided=divided,
+                    many_keys=many_keys,
                     decodes=len(step.decodes),
                     longest=longest,
                     chunks=chunks,
@@ -237,15 +240,14 @@ class Runner:
     ) -> tuple[CapturedSteps | None, bool]:
         """Stage what the forward pass computes.
 
-        Returns the captured steps if one of them fits this step, and whether tiles are divided.
+        Returns the captured steps if one of them fits this step, and `StepLayout.many_keys`.
         """
         slots = [slot_of(chunk.sequence) for chunk in step.decodes]
-        tiles = self._operations.tiles(chunks)
-        divided = any(tile.parts > 1 for tile in tiles)
+        tiles, many_keys = self._operations.tiles(chunks)
         captured, padding = self._captured, 0
         if captured is not None and chunks:
             rows = chunks[-1].end
-            if size := captured.size_for(rows, len(tiles), divided=divided):
+            if size := captured.size_for(rows, len(tiles), many_keys=many_keys):
                 padding = size.rows - rows
                 tiles += [Tile(0, 0, 0, 0)] * (size.tiles - len(tiles))
             else:
@@ -253,11 +255,11 @@ class Runner:
         elif captured is not None:
             slots += [self._slots.spare] * captured.padding(len(slots))
         staging.integers("decode_slots", slots)
-        staging.integers("tiles", [number for tile in tiles for number in tile])
+        staging.integers("tiles", chain.from_iterable(tiles))
         staging.integers("new_blocks", step.new_blocks if self._operations.clears_blocks else [])
         staging.integers("copies", [block for column in zip(*step.copies, strict=True) for block in column])
         stage_prompts(staging, step, padding=padding, spare=self._slots.spare)
-        return captured, divided
+        return captured, many_keys
 
 
 def chunk_rows(step: Step) -> tuple[ChunkRows, ...]:

@@ -27,8 +27,8 @@ from triton_models.directory import NATIVE_TYPES
 from triton_models.embedded.errors import SetupError
 from triton_models.embedded.models import read_model_argument
 from triton_models.engine import backend, capacity, graphs
-from triton_models.engine.kernels.attention_prefill import FEW_ROWS
 from triton_models.engine.linear import Linear
+from triton_models.engine.ops_hopper import HOPPER_ROWS
 from triton_models.engine.quantised import GROUP, QUANTISATIONS
 from triton_models.engine.sampler import PlainRules
 from wire.options import OPTIONS
@@ -176,8 +176,8 @@ def test_figures_are_the_engines_own() -> None:
     assert gpu_defaults["burst_tokens"] == sizing.STEP_TOKENS
     decodes = graphs.decode_sizes(sizing.MAX_RUNNING)
     prompts = graphs.prompt_sizes(sizing.STEP_TOKENS)
-    divided = [rows for rows in prompts if rows <= FEW_ROWS]
-    assert (1 + len(PlainRules)) * len(decodes) + len(prompts) + len(divided) == sizing.GRAPHS
+    twice = [rows for rows in prompts if rows <= HOPPER_ROWS]
+    assert (1 + len(PlainRules)) * len(decodes) + len(prompts) + len(twice) == sizing.GRAPHS
     assert sizing.CONTEXT_BYTES == capacity.CONTEXT_BYTES
 
 
@@ -231,7 +231,7 @@ def test_where_nothing_helps_no_flag_is_advised() -> None:
     assert status == 1
     assert text.splitlines()[-2:] == [
         "It does not fit a GPU of 0.5 GiB in bfloat16.",
-        "Nor does it with `up --quantization int4 --max-running 1`, which takes 1.42 GiB without a KV cache.",
+        "Nor does it with `up --quantization int4 --max-running 1`, which takes 1.47 GiB without a KV cache.",
     ]
 
 

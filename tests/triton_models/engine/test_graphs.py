@@ -54,25 +54,25 @@ def test_prompt_sizes_stay_within_a_step_and_waste_little(largest: int) -> None:
 SPARE = 6
 
 
-DIVIDED_ROWS, PARTS = 32, 50
+MANY_KEYS_ROWS, PARTS = 32, 50
 
 
 class Tiled(TorchOperations):
     """Says how many tiles there are."""
 
-    divided_rows = DIVIDED_ROWS
+    many_keys_rows = MANY_KEYS_ROWS
 
     def __init__(self) -> None:
         pass
 
-    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
-        return rows + chunks + divided * PARTS
+    def most_tiles(self, rows: int, chunks: int, *, many_keys: bool) -> int:
+        return rows + chunks + many_keys * PARTS
 
 
 class FewerTiles(Tiled):
     """As where the largest steps have larger tiles."""
 
-    def most_tiles(self, rows: int, chunks: int, *, divided: bool) -> int:
+    def most_tiles(self, rows: int, chunks: int, *, many_keys: bool) -> int:
         return chunks + (2 if rows == 96 else rows)
 
 
@@ -114,8 +114,8 @@ def test_a_captured_step_sees_nothing_of_the_one_before_it(monkeypatch: pytest.M
     captured = CapturedSteps(step, vocabulary=64, largest=96, operations=Tiled())
     captured.capture()
     step.steps.clear()
-    captured.prompts(*inputs(decodes=5, chunk=80, size=96), divided=False)
-    hidden = captured.prompts(*inputs(decodes=2, chunk=20, size=32), divided=False)
+    captured.prompts(*inputs(decodes=5, chunk=80, size=96), many_keys=False)
+    hidden = captured.prompts(*inputs(decodes=2, chunk=20, size=32), many_keys=False)
     (before, _), (tokens, layout) = step.steps
     assert len(before) == 96
     assert tokens == [9] * 2 + [7] * 20 + [0] * 10
@@ -133,10 +133,10 @@ def test_a_small_step_may_have_more_tiles_than_the_largest(monkeypatch: pytest.M
     captured = CapturedSteps(step, vocabulary=64, largest=96, operations=FewerTiles())
     captured.capture()
     step.steps.clear()
-    size = captured.size_for(30, 90, divided=False)
+    size = captured.size_for(30, 90, many_keys=False)
     assert size == PromptsSize(32, 96)
     tokens, tiles = torch.full((3 * 32,), 1), torch.arange(7 * 96)
-    captured.prompts(tokens, tiles, divided=False)
+    captured.prompts(tokens, tiles, many_keys=False)
     ((_, layout),) = step.steps
     assert layout.tiles is not None
     assert layout.tiles.flatten().tolist() == tiles.tolist()
@@ -148,13 +148,13 @@ def test_steps_of_few_rows_are_captured_with_divided_tiles_as_well(monkeypatch: 
     captured = CapturedSteps(step, vocabulary=64, largest=96, operations=Tiled())
     captured.capture()
     step.steps.clear()
-    assert captured.size_for(30, 90, divided=False) == PromptsSize(32, 96)
-    assert captured.size_for(30, 90, divided=True) == PromptsSize(32, 146)
-    assert captured.size_for(30, 147, divided=True) is None
-    assert captured.size_for(33, 1, divided=True) is None
-    for divided in (True, False):
-        captured.prompts(torch.full((3 * 32,), 1), torch.ones(7 * 96, dtype=torch.int64), divided=divided)
-    assert [layout.divided for _, layout in step.steps] == [True, False]
+    assert captured.size_for(30, 90, many_keys=False) == PromptsSize(32, 96)
+    assert captured.size_for(30, 90, many_keys=True) == PromptsSize(32, 146)
+    assert captured.size_for(30, 147, many_keys=True) is None
+    assert captured.size_for(33, 1, many_keys=True) is None
+    for many_keys in (True, False):
+        captured.prompts(torch.full((3 * 32,), 1), torch.ones(7 * 96, dtype=torch.int64), many_keys=many_keys)
+    assert [layout.many_keys for _, layout in step.steps] == [True, False]
     assert [len(layout.tiles) for _, layout in step.steps if layout.tiles is not None] == [146, 96]
 
 

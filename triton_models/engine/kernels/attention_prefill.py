@@ -4,8 +4,9 @@ Where a step has few new tokens, which follow many, their keys are divided among
 are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 import torch
@@ -24,15 +25,21 @@ MANY_ROWS: Final = 992
 """With more rows in a step, tiles of twice the queries still give every multiprocessor work. There is a
 captured step of this size, so that padding makes no step a large one."""
 
-SPECIALISED_ROWS: Final = 480
-"""The same for programs whose warps are specialised."""
-
 FEW_ROWS: Final = 128
 """With more rows in a step, keys are not divided. That takes a kernel with more registers, and captured steps
 of their own."""
 
+MANY_KEYS: Final = 640
+"""With more tokens in a sequence, its new ones may have work for more programs than there are tiles."""
+
 _LEAST_LOADS = 8
-"""Loads of keys that a part takes at least: so many that merging is little."""
+"""Loads of keys that a part of the longest tile takes at least: so many that merging is little."""
+
+_LOADS_PER_TILE = 2
+"""Loads of keys in whose time a program begins and ends a tile, about; it merges a part in that of one."""
+
+_ALMOST = 1.1
+"""Tiles are whole if that takes at most so many times what it would if every program had as much to do."""
 
 _MOST_PARTS = 64
 """Most parts of a tile."""
@@ -48,8 +55,7 @@ class PrefillConfig:
     `rows`: rows of the matrix products, each a query of one head; `keys`: keys loaded at once. Both are
     powers of two of at least 16. `warps`, `stages`: Triton's launch options `num_warps` and `num_stages`.
     `in_blocks`: `keys` are all or part of a block, and loaded by the Tensor Memory Accelerator, one copy each
-    of keys and values, instead of token by token. `specialised`: where scores do not lean, `attention_hopper`
-    attends to the same tiles in less time.
+    of keys and values, instead of token by token.
     """
 
     rows: int
@@ -57,11 +63,10 @@ class PrefillConfig:
     warps: int
     stages: int
     in_blocks: bool = False
-    specialised: bool = False
 
 
 def prefill_config(
-    head_dim: int, dtype: torch.dtype, *, block_size: int = 16, rows: int = 0, specialised: bool = False
+    head_dim: int, dtype: torch.dtype, *, block_size: int = 16, rows: int = 0
 ) -> PrefillConfig:
     """Return the constants for a head's shape.
 
@@ -74,37 +79,34 @@ def prefill_config(
         dtype: of queries, keys and values.
         block_size: tokens of a block; as many as a tile's keys where the GPU gains by that (`backend`).
         rows: of the step. They change no result.
-        specialised: whether `attention_hopper` attends where these are many.
     """
     size = padded(head_dim)
     if dtype not in (torch.float16, torch.bfloat16):
         return PrefillConfig(rows=16, keys=max(16, min(64, 4096 // size)), warps=8, stages=2)
     # The strides of what is copied are multiples of 16 bytes.
     in_blocks = block_size % _BLOCK_KEYS == 0 and head_dim % 8 == 0
-    if in_blocks and rows > (SPECIALISED_ROWS if specialised else MANY_ROWS) and size <= _LARGEST_HEAD:
-        return PrefillConfig(
-            rows=128, keys=_BLOCK_KEYS, warps=4, stages=3, in_blocks=True, specialised=specialised
-        )
+    if in_blocks and rows > MANY_ROWS and size <= _LARGEST_HEAD:
+        return PrefillConfig(rows=128, keys=_BLOCK_KEYS, warps=4, stages=3, in_blocks=True)
     # GPUs for desktops have 99 KiB of shared memory for a program; those with such blocks have more.
     keys = 64 if in_blocks or size <= _LARGEST_HEAD else 32
     return PrefillConfig(rows=64, keys=keys, warps=4, stages=2, in_blocks=in_blocks)
 
 
-def queries_per_tile(query_heads: int, kv_heads: int, config: PrefillConfig) -> int:
+def queries_per_tile(query_heads: int, kv_heads: int, rows: int) -> int:
     """Return how many tokens one program takes, with all query heads of a KV head: keys are read once."""
-    return max(1, config.rows // (query_heads // kv_heads))
+    return max(1, rows // (query_heads // kv_heads))
 
 
-def _tile_rows(group: int, config: PrefillConfig) -> int:
+def _tile_rows(group: int, rows: int) -> int:
     """Return the rows of a tile, which has room for all query heads of a KV head."""
-    return max(config.rows, padded(group))
+    return max(rows, padded(group))
 
 
 class PrefillWorkspace:
     """Buffers in which the programs of a tile leave results for the one that merges them; made only once.
 
     Launches that share a workspace must not overlap: use one stream, or order them by events. `places`:
-    parts of all divided tiles together.
+    parts of all divided tiles together. `rows`: of a tile.
     """
 
     def __init__(
@@ -114,19 +116,20 @@ class PrefillWorkspace:
         query_heads: int,
         kv_heads: int,
         head_dim: int,
-        config: PrefillConfig,
+        rows: int,
         device: torch.device,
     ) -> None:
         self.places = places
-        rows = _tile_rows(query_heads // kv_heads, config)
+        rows = _tile_rows(query_heads // kv_heads, rows)
         self.sums = torch.empty(
             (kv_heads, places, rows, padded(head_dim)), dtype=torch.float32, device=device
         )
         """Unnormalised weighted sums of values: [KV heads, places, rows, padded head_dim]."""
         self.scales = torch.empty((kv_heads, places, 2, rows), dtype=torch.float32, device=device)
         """Each row's highest score, then its sum of weights."""
-        self.arrivals = torch.zeros((kv_heads, places), dtype=torch.int32, device=device)
-        """Programs that have finished, at their tile's first place; zero again when a launch ends."""
+        self.arrivals = torch.zeros((kv_heads, places, 2), dtype=torch.int32, device=device)
+        """Parts that have been left, at their tile's first place, of each half of its rows where these are
+        attended to apart; zero again when a launch ends."""
 
     def reset(self) -> None:
         """Make the workspace usable again after a launch that failed midway."""
@@ -149,26 +152,29 @@ def prefill_workspace(
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     places = max(1, _PROGRAMS_PER_SM * sm_count // kv_heads)
-    config = prefill_config(head_dim, dtype)
     return PrefillWorkspace(
         places=places,
         query_heads=query_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        config=config,
+        rows=prefill_config(head_dim, dtype).rows,
         device=device,
     )
 
 
-def make_tiles(chunks: Iterable[ChunkRows], tile: int, *, keys: int = 1, programs: int = 0) -> list[Tile]:
+def make_tiles(
+    chunks: Iterable[ChunkRows], tile: int, *, keys: int = 1, programs: int = 0, rounds: int = 1
+) -> list[Tile]:
     """Divide the new tokens of a step among programs, and where these are few, the keys of tokens as well.
 
     Args:
         chunks: the new tokens of each sequence.
         tile: most tokens in one tile, from `queries_per_tile`.
         keys: loaded at once.
-        programs: of a KV head, that should have work. No more parts than these need a place. 0: no keys are
-            divided, so that a row's result depends on nothing else in the step.
+        programs: of a KV head, that should have work. 0: no keys are divided, so that a row's result depends
+            on nothing else in the step.
+        rounds: most parts that each of them may get, one after the other. So no more than the product of
+            both need a place.
 
     Returns:
         The tiles, those with most keys first. Programs start in this order, so that short ones fill the gaps
@@ -182,14 +188,48 @@ def make_tiles(chunks: Iterable[ChunkRows], tile: int, *, keys: int = 1, program
     if not programs:
         return sorted(whole, key=lambda each: -each.position)
     loads = [-(-(each.position + each.tokens) // keys) for each in whole]
-    share = max(_LEAST_LOADS, -(-sum(loads) // programs))
-    divided, place = [], 0
-    for each, load in zip(whole, loads, strict=True):
-        parts = min(max(1, load // share), _MOST_PARTS)
-        pieces = (each._replace(part=part, parts=parts, place=place) for part in range(parts))
-        divided += [(load / parts, piece) for piece in pieces]
-        place += parts if parts > 1 else 0
-    return [each for _, each in sorted(divided, key=lambda each: -each[0])]
+    divided: list[tuple[float, Tile]] = []
+    place = 0
+    for each, load, parts in zip(whole, loads, _parts(loads, programs, rounds), strict=True):
+        if parts == 1:
+            divided.append((load, each))
+        else:
+            slot, row, position, tokens, *_ = each
+            divided += [
+                (load / parts, Tile(slot, row, position, tokens, part, parts, place)) for part in range(parts)
+            ]
+            place += parts
+    divided.sort(key=itemgetter(0), reverse=True)
+    return [each for _, each in divided]
+
+
+def _parts(loads: list[int], programs: int, rounds: int) -> list[int]:
+    """Return into how many parts tiles of so many loads are divided, so that the last is ready soonest."""
+    best = [1] * len(loads)
+    longest, total = max(loads), sum(loads)
+    if longest < 2 * _LEAST_LOADS:
+        return best
+    least = _time(loads, programs)
+    enough = _ALMOST * (total + _LOADS_PER_TILE * len(loads)) / programs
+    for most in range(programs, rounds * programs + 1, programs):
+        if least <= enough:
+            break
+        each = max(1, min(most * longest // total, longest // _LEAST_LOADS, _MOST_PARTS))
+        parts = [max(1, round(load * each / longest)) for load in loads]
+        if sum(part for part in parts if part > 1) > most:
+            parts = [max(1, load * each // longest) for load in loads]
+        pieces = [load / part + part for load, part in zip(loads, parts, strict=True) for _ in range(part)]
+        if (time := _time(pieces, programs)) < least:
+            best, least = parts, time
+    return best
+
+
+def _time(loads: Sequence[float], programs: int) -> float:
+    """Return how many loads the busiest program has, if they take the longest tiles first, back and forth."""
+    longest, turns = sorted(loads, reverse=True), 2 * programs
+    first = longest[::turns] + longest[turns - 1 :: turns]
+    last = longest[programs - 1 :: turns] + longest[programs::turns]
+    return max(sum(each) + _LOADS_PER_TILE * len(each) for each in (first, last))
 
 
 def prefill_attention(
@@ -220,12 +260,12 @@ def prefill_attention(
         keys: [blocks, block_size, KV heads, head_dim], contiguous, of the same dtype as the queries.
         values: like `keys`.
         tables: [S, W] int32, block numbers.
-        tiles: [N, 7] int32, contiguous, from `make_tiles` with `queries_per_tile` of the same config.
+        tiles: [N, 7] int32, contiguous, from `make_tiles` with `queries_per_tile` of the config's rows.
         out: [T, query heads, head_dim], contiguous; the rows that tiles name are written.
         config: None: the choice of `prefill_config`. With `in_blocks`, its keys divide `block_size`, and the
             numbers of a head take a multiple of 16 bytes.
         slopes: [query heads] float32, as `Alibi` has them; None: scores do not depend on the distance.
-        workspace: for the parts of divided tiles, of the same config; None: there are none.
+        workspace: for the parts of divided tiles, of the config's rows; None: there are none.
 
     Raises:
         ValueError: keys are to be loaded in blocks that hold no whole number of tiles.
@@ -253,7 +293,7 @@ def prefill_attention(
         queries.stride(0),
         tables.stride(0),
         GROUP=group,
-        ROWS=_tile_rows(group, config),
+        ROWS=_tile_rows(group, config.rows),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         DIMS=padded(head_dim),
@@ -414,12 +454,12 @@ def _prefill(
             log2_scale: tl.constexpr = 1.4426950408889634 * HEAD_DIM**-0.5
             place = kv_head * PLACES + tl.load(tiles + 6)
             arrived = leave_part(
-                sums_out, scales_out, arrivals + place, place + part,
+                sums_out, scales_out, arrivals + 2 * place, place + part,
                 high, weights, sums, real, ROWS, ROWS, DIMS,
             )  # fmt: skip
             if arrived + 1 < parts:
                 return
-            tl.store(arrivals + place, 0)
+            tl.store(arrivals + 2 * place, 0)
             weights, sums = merge_parts(
                 sums_out, scales_out, place, parts, real, log2_scale, ROWS, ROWS, DIMS, 1
             )

@@ -120,8 +120,9 @@ class StepLayout:
     chunks: tuple[ChunkRows, ...] = ()
     tiles: Tensor | None = None
     """[N, 7] int32, what `StepOperations.tiles` made of the chunks; None for a step without any."""
-    divided: bool = False
-    """Whether a tile may have only a part of its tokens' keys. That takes a little longer where none has."""
+    many_keys: bool = False
+    """Whether attention is the one for tokens that come after many, in steps of few rows, which have another
+    for others (`StepOperations.many_keys_rows`)."""
 
 
 class Operations(Protocol):

@@ -78,7 +78,19 @@ def launch_on_hopper(dtype: torch.dtype, group: int, head_dim: int) -> None:
     cache = torch.zeros(4, 64, KV_HEADS, head_dim, dtype=dtype)
     tables, tiles = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, 7, dtype=torch.int32)
     out = torch.zeros(2, heads, head_dim, dtype=dtype)
-    attention_hopper.attend(projected[:, :heads], cache, cache, tables, tiles, out, programs=132)
+    workspace = attention_prefill.PrefillWorkspace(
+        places=264,
+        query_heads=heads,
+        kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        rows=attention_hopper.TILE_ROWS,
+        device=torch.device("cpu"),
+    )
+    for slopes in (None, torch.zeros(heads)):
+        attention_hopper.attend(
+            projected[:, :heads], cache, cache, tables, tiles, out,
+            workspace=workspace, programs=132, slopes=slopes,
+        )  # fmt: skip
 
 
 def main() -> None:

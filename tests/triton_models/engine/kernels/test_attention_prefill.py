@@ -12,8 +12,8 @@ from tests.triton_models.engine.kernels.paged import PagedCase, Shape, assert_cl
 from tests.triton_models.engine.wild_mix import LARGE_STEP
 from triton_models.engine.graphs import prompt_sizes
 from triton_models.engine.kernels.attention_prefill import (
+    FEW_ROWS,
     MANY_ROWS,
-    SPECIALISED_ROWS,
     PrefillConfig,
     PrefillWorkspace,
     make_tiles,
@@ -23,6 +23,7 @@ from triton_models.engine.kernels.attention_prefill import (
     queries_per_tile,
 )
 from triton_models.engine.models import ChunkRows, Tile
+from triton_models.engine.ops_hopper import FEW_HOPPER_ROWS, HOPPER_ROWS
 
 SMALL = PrefillConfig(rows=16, keys=16, warps=4, stages=2)
 
@@ -45,7 +46,7 @@ def prefill(
         chunks.append(ChunkRows(row, start, start + len(part), offset))
         start += len(part)
     shape = case.shape
-    tile = queries_per_tile(shape.query_heads, shape.kv_heads, config)
+    tile = queries_per_tile(shape.query_heads, shape.kv_heads, config.rows)
     divided = make_tiles(chunks, tile, keys=config.keys, programs=programs)
     tiles = torch.tensor(divided, dtype=torch.int32, device=case.device)
     workspace = None
@@ -55,7 +56,7 @@ def prefill(
             query_heads=shape.query_heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            config=config,
+            rows=config.rows,
             device=case.device,
         )
         for left in (workspace.sums, workspace.scales):
@@ -145,7 +146,7 @@ def test_what_cannot_be_copied_in_blocks_is_not() -> None:
     assert not prefill_config(128, torch.float32, block_size=64, rows=2048).in_blocks
 
 
-@pytest.mark.parametrize("most", [MANY_ROWS, SPECIALISED_ROWS])
+@pytest.mark.parametrize("most", [MANY_ROWS, FEW_ROWS, HOPPER_ROWS, FEW_HOPPER_ROWS])
 @pytest.mark.parametrize("largest", [300, 992, 1000, 2048, 8192])
 def test_padding_does_not_make_a_step_a_large_one(largest: int, most: int) -> None:
     """The tiles of its own rows would not be those of the captured step."""
@@ -219,11 +220,15 @@ def test_tiles_cover_every_query_once_and_start_with_the_longest_past() -> None:
 
 def test_keys_of_few_tokens_are_divided_evenly_and_those_of_many_not_at_all() -> None:
     few = make_tiles([ChunkRows(slot=1, start=0, end=6, offset=10_000)], 4, keys=64, programs=12)
-    assert [(each.tokens, each.part, each.parts) for each in few[:5]] == [(4, part, 5) for part in range(5)]
-    assert {each.place for each in few} == {0, 5}
-    assert len(few) == 10
+    assert [(each.tokens, each.part, each.parts) for each in few[:6]] == [(4, part, 6) for part in range(6)]
+    assert {each.place for each in few} == {0, 6}
+    assert len(few) == 12
     many = make_tiles([ChunkRows(slot=1, start=0, end=900, offset=10_000)], 4, keys=64, programs=132)
     assert {each.parts for each in many} == {1}
+    by_turns = partial(make_tiles, tile=8, keys=128, programs=66, rounds=4)
+    for tokens, parts in ((140, 3), (256, 2), (300, 3), (700, 3), (1024, 1), (2048, 1)):
+        made = by_turns([ChunkRows(slot=1, start=0, end=tokens, offset=8_000)])
+        assert {each.parts for each in made} == {parts}, tokens
     short = make_tiles([ChunkRows(slot=1, start=0, end=6, offset=500)], 4, keys=64, programs=132)
     assert {each.parts for each in short} == {1}
 
@@ -231,19 +236,20 @@ def test_keys_of_few_tokens_are_divided_evenly_and_those_of_many_not_at_all() ->
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 40_000), st.integers(1, 90)), min_size=1, max_size=12),
     programs=st.integers(1, 200),
+    rounds=st.integers(1, 4),
     tile=st.sampled_from([1, 4, 64]),
 )
 def test_parts_have_places_of_their_own_and_none_is_empty(
-    *, chunks: list[tuple[int, int]], programs: int, tile: int
+    *, chunks: list[tuple[int, int]], programs: int, rounds: int, tile: int
 ) -> None:
     rows, step = 0, []
     for slot, (offset, count) in enumerate(chunks):
         step.append(ChunkRows(slot, rows, rows + count, offset))
         rows += count
-    tiles = make_tiles(step, tile, keys=64, programs=programs)
+    tiles = make_tiles(step, tile, keys=64, programs=programs, rounds=rounds)
     places = [each.place + each.part for each in tiles if each.parts > 1]
     assert sorted(places) == [*range(len(places))]
-    assert len(places) <= programs
+    assert len(places) <= programs * rounds
     by_tile: dict[int, list[int]] = {}
     for each in tiles:
         loads = -(-(each.position + each.tokens) // 64)
@@ -269,9 +275,9 @@ def test_only_16_bits_and_small_steps_have_parts() -> None:
 
 def test_a_workspace_is_usable_again_after_a_failed_launch() -> None:
     workspace = PrefillWorkspace(
-        places=4, query_heads=6, kv_heads=2, head_dim=16, config=SMALL, device=torch.device("cpu")
+        places=4, query_heads=6, kv_heads=2, head_dim=16, rows=16, device=torch.device("cpu")
     )
-    workspace.arrivals[1, 0] = 3
+    workspace.arrivals[1, 0, 1] = 3
     workspace.reset()
     assert not workspace.arrivals.any()
 

@@ -13,13 +13,20 @@ from triton_models.engine.blocks import KVCache
 from triton_models.engine.graphs import CapturedSteps, DeviceStep
 from triton_models.engine.kernels.attention_prefill import (
     FEW_ROWS,
+    MANY_KEYS,
     MANY_ROWS,
-    SPECIALISED_ROWS,
     make_tiles,
 )
 from triton_models.engine.models import Alibi, ChunkRows, KVShape, StepLayout
 from triton_models.engine.ops_cuda import CudaOperations
+from triton_models.engine.ops_hopper import FEW_HOPPER_ROWS, HOPPER_ROWS, HopperAttention
 from triton_models.engine.slots import SlotTable
+
+
+@pytest.fixture(autouse=True)
+def _no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every GPU be another kind, but where a test says otherwise."""
+    monkeypatch.setattr(ops_cuda, "hopper_attention", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(("block_size", "rows"), [(64, MANY_ROWS), (64, MANY_ROWS + 1), (16, 2048)])
@@ -35,9 +42,10 @@ def test_attention_gets_the_tiles_that_were_made_for_it(
     )
     cache = SimpleNamespace(keys=[None], values=[None], block_size=block_size)
     operations = CudaOperations(model, cache, rows=1)
-    tiles = operations.tiles([ChunkRows(1, 0, 5, 0), ChunkRows(0, 5, rows, 3)])
+    tiles, many_keys = operations.tiles([ChunkRows(1, 0, 5, 0), ChunkRows(0, 5, rows, 3)])
+    assert not many_keys
     padded = next(size for size in graphs.prompt_sizes(2048) if size >= rows)
-    assert len(tiles) <= operations.most_tiles(padded, 2, divided=False)
+    assert len(tiles) <= operations.most_tiles(padded, 2, many_keys=False)
     for size in (rows, padded):
         positions = torch.zeros(size, dtype=torch.int64, device=device)
         layout = StepLayout(
@@ -66,15 +74,18 @@ def test_keys_of_few_new_tokens_after_many_are_divided(
         kv_shape=KVShape(layers=1, heads=2, head_dim=128), query_heads=32, dtype=dtype, device=device
     )
     operations = CudaOperations(model, SimpleNamespace(block_size=64), rows=1)
-    few = operations.tiles([ChunkRows(1, 3, 7, 100_000)])
+    few, many_keys = operations.tiles([ChunkRows(1, 3, 7, 100_000)])
+    assert many_keys == (parts > 1)
     assert len(few) == max(tile.parts for tile in few) * (4 if parts == 1 else 1)
     assert max(tile.parts for tile in few) == parts
-    many = [ChunkRows(1, 0, FEW_ROWS + 1, 100_000)]
-    assert max(tile.parts for tile in operations.tiles(many)) == 1
-    assert operations.divided_rows == (FEW_ROWS if parts > 1 else 0)
+    for chunk in (ChunkRows(1, 0, FEW_ROWS + 1, 100_000), ChunkRows(1, 0, FEW_ROWS, MANY_KEYS - FEW_ROWS)):
+        tiles, many_keys = operations.tiles([chunk])
+        assert max(tile.parts for tile in tiles) == 1
+        assert not many_keys
+    assert operations.many_keys_rows == (FEW_ROWS if parts > 1 else 0)
     for rows in range(1, FEW_ROWS + 1):
-        tiles = operations.tiles([ChunkRows(1, 0, rows, 100_000)])
-        assert len(tiles) <= operations.most_tiles(rows, 1, divided=parts > 1)
+        tiles, many_keys = operations.tiles([ChunkRows(1, 0, rows, 100_000)])
+        assert len(tiles) <= operations.most_tiles(rows, 1, many_keys=many_keys)
 
 
 def test_divided_attention_is_close_to_plain(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,61 +113,70 @@ def test_divided_attention_is_close_to_plain(device: torch.device, monkeypatch: 
             decode_lengths=positions[:0].int(),
             longest_decode=0,
             tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-            divided=divided,
+            many_keys=divided,
         )
         operations.begin(layout)
         results.append(operations.attend(0, projected.clone(), None))
     assert_close(results[1], results[0].double())
 
 
-@pytest.mark.parametrize(("rows", "slopes"), [(SPECIALISED_ROWS, False), (512, True), (512, False)])
-def test_large_steps_go_to_specialised_warps(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, rows: int, *, slopes: bool
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "before", "for_hopper"),
+    [
+        (FEW_HOPPER_ROWS, 8000, False),
+        (FEW_HOPPER_ROWS + 1, 8000, True),
+        (HOPPER_ROWS, 8000, True),
+        (HOPPER_ROWS, MANY_KEYS - HOPPER_ROWS, False),
+        (HOPPER_ROWS + 1, 0, True),
+        (2048, 8000, True),
+    ],
+)
+def test_what_is_for_hopper(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    before: int,
+    *,
+    for_hopper: bool,
+    slopes: bool,
 ) -> None:
-    """But for scores that lean, with the tiles that were made for them."""
-    specialised, plain = Mock(), Mock()
-    monkeypatch.setattr(ops_cuda, "specialised_attention", lambda *_: specialised)
+    """Many rows, and fewer after many tokens, with tiles made for it; in a captured step as well."""
+    shape = KVShape(layers=1, heads=2, head_dim=128)
+    hopper = HopperAttention(32, shape, programs=132, device=device)
+    hopper.attend, plain = Mock(), Mock()
+    monkeypatch.setattr(ops_cuda, "_sm_count", lambda _: 132)
+    monkeypatch.setattr(ops_cuda, "hopper_attention", lambda *_, **__: hopper)
     monkeypatch.setattr(ops_cuda, "prefill_attention", plain)
     monkeypatch.setattr(ops_cuda, "rotate_store", lambda *_, **__: None)
-    shape = KVShape(layers=1, heads=2, head_dim=128)
     model = SimpleNamespace(kv_shape=shape, query_heads=32, dtype=torch.bfloat16, device=device)
     cache = SimpleNamespace(keys=[None], values=[None], block_size=64)
     operations = CudaOperations(model, cache, rows=1)
-    tiles = operations.tiles([ChunkRows(0, 0, rows, 70)])
-    positions = torch.zeros(rows, dtype=torch.int64, device=device)
-    layout = StepLayout(
-        tables=positions.int()[:1, None],
-        slots=positions.int(),
-        positions=positions,
-        decode_lengths=positions[:0].int(),
-        longest_decode=0,
-        tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-    )
-    operations.begin(layout)
-    projected = torch.zeros(rows, 36, 128, dtype=torch.bfloat16, device=device)
-    operations.attend(0, projected, Alibi(torch.zeros(32)) if slopes else None)
-    chosen = specialised if rows == 512 and not slopes else plain
-    ((*_, given, out),) = [each.args for each in chosen.call_args_list]
-    assert given is layout.tiles
-    assert out.shape == (rows, 32, 128)
-    assert max(tile.tokens for tile in tiles) == (8 if rows == 512 else 4)
-    assert specialised.called != plain.called
-
-
-def test_attention_that_does_not_work_here_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(ops_cuda, "_sm_count", lambda _: 132)
-    shape = KVShape(layers=1, heads=2, head_dim=128)
-    cuda = SimpleNamespace(type="cuda")
-    model = SimpleNamespace(kv_shape=shape, query_heads=32, dtype=torch.bfloat16, device=cuda)
-    cache = SimpleNamespace(keys=[None], values=[None], block_size=16)
-    assert ops_cuda.specialised_attention(model, cache) is None
-    assert not caplog.records, "blocks of 16 tokens are none of its business"
-    cache.block_size = 64
-    assert ops_cuda.specialised_attention(model, cache) is None
-    assert "the one for Hopper fails here" in caplog.text
+    tiles, many_keys = operations.tiles([ChunkRows(0, 0, rows, before)])
+    assert many_keys == (before == 8000 and rows <= HOPPER_ROWS)
+    assert max(tile.tokens for tile in tiles) == (8 if for_hopper else 4)
+    leaning = Alibi(torch.zeros(32)) if slopes else None
+    chosen, other = (hopper.attend, plain) if for_hopper else (plain, hopper.attend)
+    for size in (rows, next(size for size in graphs.prompt_sizes(2048) if size >= rows)):
+        assert len(tiles) <= operations.most_tiles(size, 1, many_keys=many_keys)
+        positions = torch.zeros(size, dtype=torch.int64, device=device)
+        layout = StepLayout(
+            tables=positions.int()[:1, None],
+            slots=positions.int(),
+            positions=positions,
+            decode_lengths=positions[:0].int(),
+            longest_decode=0,
+            tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+            many_keys=many_keys,
+        )
+        operations.begin(layout)
+        projected = torch.zeros(size, 36, 128, dtype=torch.bfloat16, device=device)
+        operations.attend(0, projected, leaning)
+        *_, given, out = chosen.call_args.args
+        assert given is layout.tiles
+        assert out.shape == (size, 32, 128)
+        assert chosen.call_args.kwargs["slopes"] is (leaning.slopes if leaning else None)
+        assert not other.called
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -178,6 +198,7 @@ def test_every_step_of_prompts_has_room_among_the_captured(
         row += length
     step = DeviceStep(model, PLAIN, operations, SlotTable(64, 4, device), longest=512)
     prompts = CapturedSteps(step, vocabulary=64, largest=160, operations=operations)
-    size = prompts.size_for(row, len(operations.tiles(chunks)), divided=False)
+    tiles, many_keys = operations.tiles(chunks)
+    size = prompts.size_for(row, len(tiles), many_keys=many_keys)
     assert size is not None
     assert size.rows == 160
