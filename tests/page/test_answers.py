@@ -94,6 +94,27 @@ async def test_markdown_code_and_tables(opened: Opened) -> None:
         assert stats.endswith(" tokens/s")
 
 
+async def test_what_is_finished_stays_while_the_rest_is_written(opened: Opened) -> None:
+    """A press, a selection and the focus need an element that stays where it is."""
+    more = ["first\n\n", "```python\nprint(1)\n```\n\n", *("word " for _ in range(2000))]
+    async with opened(lambda _: say(*more, gap_s=0.01)) as (page, _):
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await ask(page)
+        await page.locator(".answer p").filter(has_text="word").wait_for()
+        await page.locator(".answer p").first.select_text()
+        before = len(await page.locator(".answer").inner_text())
+        await page.locator(".block button").click(delay=300)
+        await expect(page.locator(".block button")).to_have_text("Copied")
+        await page.locator(".block pre").focus()
+        await page.wait_for_timeout(300)
+        await expect(page.locator(".block pre")).to_be_focused()
+        assert str(await page.evaluate("String(getSelection())")).strip() == "first"
+        assert len(await page.locator(".answer").inner_text()) > before
+        await page.click("#stop")
+        await expect(page.locator(".answer .stats")).to_contain_text("Stopped")
+        assert await page.evaluate("navigator.clipboard.readText()") == "print(1)\n"
+
+
 async def test_the_speed_is_the_servers_where_chunks_arrive_together(opened: Opened) -> None:
     """A busy browser or a proxy gets many chunks at once: by the browser's clock these took no time."""
     async with opened(lambda _: say(*"abcde", gap_s=0.05)) as (page, _):

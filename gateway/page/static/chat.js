@@ -1,7 +1,7 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
 import { Failure, call, failure } from "./api.js";
-import { by, composing, download, h, sends, toast } from "./dom.js";
+import { by, composing, download, h, sends, toast, update } from "./dom.js";
 import { messageElement } from "./messages.js";
 import { all, choice, follow, newId, put, remove } from "./store.js";
 import { t } from "./words.js";
@@ -220,7 +220,7 @@ function showLast(message) {
   if (current.messages.at(-1) !== message) return;
   const box = by("scroll");
   const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
-  by("log").lastElementChild.replaceWith(element(current.messages.length - 1));
+  update(by("log").lastElementChild, element(current.messages.length - 1));
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
 

@@ -53,8 +53,7 @@ export function render(text) {
   }
   for (const pre of fragment.querySelectorAll("pre")) {
     const language = /language-(\S+)/.exec(pre.firstElementChild?.className ?? "")?.[1] ?? "";
-    const code = pre.textContent;
-    const button = h("button", { type: "button", class: "plain", onclick: () => copy(button, code) }, t("copy"));
+    const button = h("button", { type: "button", class: "plain", onclick: () => copy(button, pre.textContent) }, t("copy"));
     const box = h("div", { class: "block" }, h("div", { class: "block-head" }, h("span", {}, language), button));
     pre.replaceWith(box);
     pre.tabIndex = 0;
