@@ -11,7 +11,7 @@ from gateway.core.events import CallPart, Event, Reasoning
 from gateway.core.request import Conversation, Generation
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import on_socket
-from tests.page.conftest import TOOLS, Opened, answered, ask, pieces
+from tests.page.conftest import TOOLS, Opened, answered, ask, opened_at, pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -113,6 +113,24 @@ async def test_what_is_finished_stays_while_the_rest_is_written(opened: Opened) 
         await page.click("#stop")
         await expect(page.locator(".answer .stats")).to_contain_text("Stopped")
         assert await page.evaluate("navigator.clipboard.readText()") == "print(1)\n"
+
+
+async def test_copying_needs_no_https(browser: Browser) -> None:
+    """Browsers have `navigator.clipboard` on https and loopback alone; a gateway in an office has neither."""
+    async with (
+        on_socket(FakeUpstream(), allowed_hosts="rebound.example") as served,
+        opened_at(browser, f"http://rebound.example:{served.http.base_url.port}/") as page,
+    ):
+        await ask(page)
+        await answered(page)
+        copy = page.locator(".answer").get_by_role("button", name="Cop")
+        await copy.click()
+        await expect(copy).to_have_text("Copied")
+        await expect(copy).to_be_focused()
+        await page.focus("#question")
+        await page.keyboard.press("ControlOrMeta+V")
+        await expect(page.locator("#question")).to_have_value("Hello world")
+        await expect(page.locator("body > textarea")).to_have_count(0)
 
 
 async def test_the_speed_is_the_servers_where_chunks_arrive_together(opened: Opened) -> None:
