@@ -10,7 +10,7 @@ from playwright.async_api import Download, Page, Route, expect
 
 from gateway.core.events import Event
 from gateway.core.request import Conversation, Generation
-from tests.gateway.fake_upstream import say_and_hang
+from tests.gateway.fake_upstream import say, say_and_hang
 from tests.gateway.serving import until
 from tests.page.conftest import Opened, answered, ask, echo
 
@@ -96,6 +96,18 @@ async def test_editing_and_retrying(opened: Opened) -> None:
         await expect(page.locator(".prose")).to_have_text(["You said: one more"])
         await page.get_by_role("button", name="Undo").click()
         await expect(page.locator(".prose")).to_have_text(["You said: one", "You said: two"])
+
+
+async def test_a_retried_answer_can_be_had_back(opened: Opened) -> None:
+    answers = iter(["better", "worse"])
+    async with opened(lambda _: say(next(answers))) as (page, _):
+        await ask(page)
+        await answered(page)
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.locator(".prose")).to_have_text("worse")
+        await expect(page.locator("#toast")).to_contain_text("The answer was replaced.")
+        await page.get_by_role("button", name="Undo").click()
+        await expect(page.locator(".prose")).to_have_text("better")
 
 
 async def test_an_answer_goes_on_while_another_conversation_is_open(opened: Opened) -> None:

@@ -157,8 +157,9 @@ async function replace(at, ...messages) {
   running.get(conversation)?.abort();
   const before = conversation.messages;
   conversation.messages = [...before.slice(0, at), ...messages];
-  if (before.length > at + 1) {
-    toast(t("replaced"), t("undo"), () => {
+  const more = before.length > at + 1;
+  if (more || before[at].content || before[at].tool_calls.length) { // an answer that failed is not missed
+    toast(t(more ? "replaced" : "answerReplaced"), t("undo"), () => {
       running.get(conversation)?.abort();
       conversation.messages = before;
       save(conversation);
