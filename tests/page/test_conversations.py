@@ -110,6 +110,29 @@ async def test_a_retried_answer_can_be_had_back(opened: Opened) -> None:
         await expect(page.locator(".prose")).to_have_text("better")
 
 
+async def test_a_reload_shows_the_same_conversation(opened: Opened) -> None:
+    """Phones leave a page that is out of sight, and load it again when its user comes back."""
+    async with opened(echo) as (page, _):
+        for text in ("one", "two"):
+            await page.click("#new")
+            await ask(page, text)
+            await answered(page)
+        await page.get_by_role("link", name="one").click()
+        await page.reload()
+        await expect(page.locator(".said")).to_have_text(["one"])
+        await expect(page.locator("#list a[aria-current]")).to_have_text("one")
+        await expect(page.locator("#question")).to_be_focused()
+        await page.click("#new")
+        await page.reload()
+        await expect(page.locator("#list a")).to_have_count(2)
+        await expect(page.locator("#welcome")).to_be_visible()
+        await page.get_by_role("link", name="two").click()
+        await page.click("#delete")
+        await page.reload()
+        await expect(page.locator("#list a")).to_have_count(1)
+        await expect(page.locator("#welcome")).to_be_visible()
+
+
 async def test_an_answer_goes_on_while_another_conversation_is_open(opened: Opened) -> None:
     async with opened(lambda _: say_and_hang("Thinking about it")) as (page, served):
         await ask(page, "first")
@@ -173,6 +196,7 @@ async def test_a_question_may_come_before_the_list_of_models(opened: Opened) -> 
             await route.continue_()
 
         await page.route("**/v1/models", late)
+        await page.click("#new")
         await page.reload(wait_until="domcontentloaded")
         await ask(page, "early")
         await expect(page.locator("article.question")).to_contain_text(["early"])

@@ -3,7 +3,7 @@ import { ask } from "./answer.js";
 import { Failure, call, failure } from "./api.js";
 import { by, composing, download, h, sends, toast, update } from "./dom.js";
 import { messageElement } from "./messages.js";
-import { all, choice, follow, newId, put, remove } from "./store.js";
+import { all, choice, follow, newId, place, put, remove } from "./store.js";
 import { t } from "./words.js";
 
 const FIELDS = ["system", "temperature", "max_tokens", "tools"];
@@ -17,6 +17,7 @@ let current = fresh(); // a question can be asked before anything has been read
 
 /** Begin, and read what the browser keeps and which models there are. */
 export async function openChat() {
+  const [first, before] = [current, place()];
   showConversation();
   question.focus({ preventScroll: true });
   fetchModels();
@@ -26,7 +27,8 @@ export async function openChat() {
   } catch {
     toast(t("notKept"));
   }
-  showList();
+  if (current === first && !first.messages.length && conversations.has(before)) open(conversations.get(before));
+  else showList();
 }
 
 /** Stop the answer of the open conversation; return whether there was one. */
@@ -205,6 +207,7 @@ async function answer(conversation) {
 }
 
 function showConversation() {
+  place(current.id);
   by("title").value = current.title;
   by("log").replaceChildren(...current.messages.map((_, at) => element(at)));
   by("scroll").scrollTop = by("scroll").scrollHeight;
