@@ -1,6 +1,6 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
-import { Failure, call, failure } from "./api.js";
+import { Failure, call, explain, failure } from "./api.js";
 import { by, composing, download, h, sends, toast, update } from "./dom.js";
 import { messageElement } from "./messages.js";
 import { all, choice, follow, newId, place, put, remove } from "./store.js";
@@ -13,6 +13,7 @@ const KEEP_MS = 2000;
 const conversations = new Map();
 const running = new Map(); // conversation -> AbortController
 let models = [];
+let why = null; // there are none
 let current = fresh(); // a question can be asked before anything has been read
 
 /** Begin, and read what the browser keeps and which models there are. */
@@ -93,10 +94,10 @@ const isEdited = () => by("title").value !== current.title || [...by("log").quer
 
 /** Read which models there are; return why there is none, if so. */
 async function fetchModels() {
-  let why = null;
   try {
     models = (await (await call("v1/models")).json()).data;
     if (!models.length) throw new Failure(404, { code: "no_model" });
+    why = null;
   } catch (error) {
     models = [];
     why = failure(error);
@@ -113,7 +114,7 @@ function chosenModel() {
 function showModels() {
   current.model ||= chosenModel();
   const known = models.map((model) => [model.id, model.ready ? model.id : `${model.id} (${t(model.unloaded ? "notLoaded" : "notReady")})`]);
-  if (!models.some((model) => model.id === current.model)) known.unshift([current.model, current.model || t("noModels")]);
+  if (!models.some((model) => model.id === current.model)) known.unshift([current.model, current.model || t(why?.status === 401 ? "keyNeeded" : "noModels")]);
   by("model").replaceChildren(...known.map(([value, text]) => h("option", { value, selected: value === current.model }, text)));
 }
 
@@ -201,7 +202,7 @@ async function answer(conversation) {
   if (current === conversation) {
     showLast(message);
     showState();
-    if (message.error?.status === 401) openSettings("key");
+    if (message.error?.status === 401) openSettings("key", message.error);
     else if (message.tool_calls.length && !message.error && !message.stopped) by("log").querySelector(".results textarea")?.focus();
   }
 }
@@ -320,7 +321,10 @@ by("delete").addEventListener("click", () => {
 
 // Settings.
 
-function openSettings(field) {
+/** Show the settings; `refused`: why the key is asked for. */
+function openSettings(field, refused = null) {
+  by("key-error").hidden = refused === null;
+  by("key-error").textContent = refused && explain(refused).text;
   if (!by("settings").open) { // else somebody types there
     for (const name of FIELDS) by(name).value = current[name] ?? "";
     by("key").value = choice("key");
@@ -339,7 +343,7 @@ by("settings").addEventListener("close", async () => {
   const other = by("key").value.trim() !== choice("key");
   choice("key", by("key").value.trim());
   if (current.messages.length) await save(current);
-  if (other) await fetchModels();
+  if (other && (await fetchModels())?.code === "unknown_key") openSettings("key", why);
 });
 
 function isList(text) {
