@@ -161,6 +161,19 @@ async def test_a_choice_of_model_and_language_is_remembered(opened: Opened) -> N
         assert served.upstream.requests[0].model == "org/glm-2"
 
 
+async def test_the_settings_say_that_new_conversations_take_them_over(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page)
+        await answered(page)
+        await page.click("#open-settings")
+        await expect(page.locator("#settings legend").first).to_have_text("This conversation and new ones")
+        await page.fill("#system", "Be brief.")
+        await page.click("#settings .main")
+        await page.click("#new")
+        await page.click("#open-settings")
+        await expect(page.locator("#system")).to_have_value("Be brief.")
+
+
 FILL = """() => {
   for (let size = 2 ** 23, at = 0; size >= 1; size /= 2) {
     try { localStorage.setItem(`other ${at++}`, "x".repeat(size)); } catch { /* half of it, then */ }
