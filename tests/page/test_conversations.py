@@ -283,6 +283,7 @@ async def test_who_leaves_in_the_middle_of_an_answer_finds_what_had_arrived(open
         await page.reload()
         await page.get_by_role("link", name="one").click()
         await expect(page.locator(".prose")).to_have_text("Half of it")
+        await expect(page.locator(".stats")).to_contain_text("Stopped")  # and does not pass for the whole
 
 
 async def test_what_another_tab_deletes_is_gone(opened: Opened) -> None:

@@ -24,7 +24,11 @@ export async function openChat() {
   fetchModels();
   follow(takeOver);
   try {
-    for (const conversation of await all()) if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
+    for (const conversation of await all()) {
+      const end = conversation.messages.at(-1);
+      if (end?.role === "assistant" && !end.finish && !end.error) end.stopped = true; // the page was left before it ended
+      if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
+    }
   } catch {
     toast(t("notKept"));
   }
