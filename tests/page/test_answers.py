@@ -115,6 +115,33 @@ async def test_what_is_finished_stays_while_the_rest_is_written(opened: Opened) 
         assert await page.evaluate("navigator.clipboard.readText()") == "print(1)\n"
 
 
+async def test_what_was_written_in_parts_is_what_is_drawn_at_once(opened: Opened) -> None:
+    parts = (
+        "# A\n\npara *it",
+        "al* and **bo",
+        "ld** `co",
+        "de` [li",
+        "nk](https://e.org/a",
+        "b) end\n\n- a\n- b\n",
+    )
+    more = (
+        "  - c\n- d\n\n1. x\n2. y\n\n```py",
+        "thon\nx=1\n",
+        "y=2\n``",
+        "`\n\n| a | b",
+        " |\n|---|--",
+        "-|\n| 1 | 2",
+    )
+    last = (" |\n\n> quo", "te\n\nsetext\n==", "==\n\nhttps://e.org/x", "yz\n\n## B\n\n### C\n\n# D\n")
+    async with opened(lambda _: say(*parts, *more, *last, gap_s=0.1)) as (page, _):
+        await ask(page)
+        await answered(page)
+        written = await page.locator(".answer").inner_html()
+        for _ in range(2):
+            await page.click("#language")  # draws everything anew
+        assert await page.locator(".answer").inner_html() == written
+
+
 async def test_copying_needs_no_https(browser: Browser) -> None:
     """Browsers have `navigator.clipboard` on https and loopback alone; a gateway in an office has neither."""
     async with (
