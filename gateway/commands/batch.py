@@ -303,9 +303,10 @@ def _line(counts: _Counts, batch: Batch) -> str:
 def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> bool:
     """Write results until there are no more; return whether Ctrl-C cut it short.
 
-    A first Ctrl-C lets finish what was asked, a second one drops it.
+    A first Ctrl-C lets finish what was asked, a second one drops it. Of what fails, the first is shown: with
+    a wrong key or model, all are alike.
     """
-    stopped = False
+    stopped = told = False
     with _held_interrupts():
         while batch.running:
             if (document := batch.result()) is not None:
@@ -314,6 +315,9 @@ def run(batch: Batch, out: BinaryIO, counts: _Counts, progress: Progress) -> boo
                 out.write(written.encode(errors="backslashreplace") + b"\n")
                 out.flush()
                 counts.add(document)
+                if not told and not succeeded(document):
+                    told = True
+                    progress.say(f"{document['custom_id']} failed: {_why(document)}")
             progress.show(_line(counts, batch))
             if signal.SIGINT in signal.sigpending():
                 signal.sigwait({signal.SIGINT})
@@ -367,6 +371,8 @@ def batch(
         lines = (line for line in requests if line.custom_id not in done)
         counts = _Counts(total=len(ids), done=len(done), failed=failed, began=time.monotonic())
         with Progress() as progress:
+            if failed:
+                progress.say(f"{failed:,} failed in earlier runs; --retry-failed asks for them again")
             asking = Batch(url, key, lines, at_once=min(at_once, max(1, len(ids - done))), attempts=attempts)
             stopped = run(asking, out, counts, progress)
             progress.show(_line(counts, asking))

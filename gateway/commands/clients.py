@@ -85,6 +85,9 @@ def read_inputs(grpc_address: str, work: Work) -> list[Input]:
         try:
             metadata = stub.ModelMetadata(request, timeout=work.timeout_s, metadata=authorization(work.key))
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                way = "`tritongate up` starts a gateway, --grpc names another address"
+                raise ClientError(f"cannot reach {grpc_address}: {error.details()}; {way}") from error
             raise ClientError(f"{grpc_address}: {error.details()}") from error
     return [_input(tensor.name, tensor.datatype, list(tensor.shape), work) for tensor in metadata.inputs]
 

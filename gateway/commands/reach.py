@@ -16,11 +16,13 @@ from gateway.triton.errors import MESSAGE_LIMIT, Fault, TritonError
 from gateway.triton.faults import GATEWAY, faults_of
 from gateway.triton.resolver import Name, Resolve, client_tls, name_in
 
+_NO_GRPC: Final = "this is no gRPC port; Triton's is 8001 by default, 8000 is its HTTP"
+_CLOSED: Final = "it closes the connection: it may want TLS, with upstream_ca, or another upstream_cert"
 _CAUSES: Final = {
     "Connection refused": "connection refused",
     "errors resolving": "no such host",
-    "Failed parsing HTTP/2": "this is no gRPC port; Triton's is 8001 by default, 8000 is its HTTP",
-    "Socket closed": "it closes the connection: it may want TLS, with upstream_ca, or another upstream_cert",
+    "Failed parsing HTTP/2": _NO_GRPC,
+    "Socket closed": _CLOSED,
     "certificate has expired": "its certificate has expired",
     "CERTIFICATE_VERIFY_FAILED": "upstream_ca does not vouch for its certificate",
     "Hostname Verification": "its certificate is for another name",
@@ -125,11 +127,27 @@ async def _reach(settings: Settings, address: str, tls: Tls | None, timeout_s: f
                 reached.findings += [Finding(ok=True, text=f"  warning: {faults}")] if faults else []
     except TritonError as error:
         why = error.message if error.fault is Fault.NOT_PERMITTED else cause_of(error.detail)
+        if why == _CLOSED and await _speaks_http(address, timeout_s):
+            why = _NO_GRPC
         said = f"{error.fault.code} ({why})" if why else error.fault.code
         reached.findings.append(Finding(ok=False, text=f"upstream {address}: {said}"))
     finally:
         await client.close()
     return reached
+
+
+async def _speaks_http(address: str, timeout_s: float) -> bool:
+    """Return whether HTTP/1 is spoken there, as on Triton's other two ports: they close what gRPC opens."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(b"GET / HTTP/1.0\r\n\r\n")
+                return await reader.read(5) == b"HTTP/"
+            finally:
+                writer.close()
+    return False
 
 
 async def _is_gateway(client: Client) -> bool:

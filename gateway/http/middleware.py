@@ -375,7 +375,10 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
         hint = hint_at(request.scope["path"], request.app.routes)
         translated = NotFoundError("There is nothing at this path" + (f": {hint}" if hint else "."))
     elif error.status_code == MethodNotAllowedError.status:
-        translated = MethodNotAllowedError(f"This path does not take {request.method} requests.")
+        allowed = (error.headers or {})["Allow"]
+        translated = MethodNotAllowedError(
+            f"This path does not take {request.method} requests; it takes {allowed}."
+        )
     elif error.status_code < InternalError.status:
         translated = InvalidRequestError(str(error.detail))
     else:

@@ -86,9 +86,13 @@ def _upstream(value: str) -> str:
 
 
 def _target(value: str) -> str:
-    # gRPC takes `::1:8001` for an address without a port, and a URL for a name.
+    # gRPC takes a URL for a name, and `::1:8001` for an address without a port.
+    if "/" in value:
+        raise ValueError(
+            f"{value!r} is not host:port: leave out http:// and any path; Triton's gRPC port is usually 8001"
+        )
     host = _address(value).rpartition(":")[0]
-    if "/" in host or (":" in host and not host.startswith("[")):
+    if ":" in host and not host.startswith("["):
         raise ValueError(f"{value!r} is not host:port, with an IPv6 address in brackets")
     return value
 

@@ -50,6 +50,17 @@ async def test_axe_finds_nothing(opened: Opened, size: dict[str, int], scheme: s
             assert await violations(page) == []
 
 
+async def test_words_of_the_bar_stay_on_one_line(opened: Opened) -> None:
+    """Chinese may break between any two characters, and did where a model's name left little room."""
+    models = ("a-model-with-a-long-name-chat-int4",)
+    options = {"viewport": {"width": 320, "height": 640}, "locale": "zh-CN"}
+    async with opened(models=models, options=options) as (page, _):
+        lines = "(a) => a.clientHeight / parseFloat(getComputedStyle(a).lineHeight)"
+        assert max(await page.evaluate(f"[...document.querySelectorAll('.tabs a')].map({lines})")) < 2
+        assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        await expect(page.locator("#open-settings")).to_be_in_viewport(ratio=1)
+
+
 async def tab_to(page: Page, selector: str, key: str = "Tab") -> None:
     for _ in range(40):
         if await page.evaluate("selector => document.activeElement.matches(selector)", selector):

@@ -11,7 +11,7 @@ from gateway.core.events import CallPart, Event, Reasoning
 from gateway.core.request import Conversation, Generation
 from tests.gateway.fake_upstream import FakeUpstream, say
 from tests.gateway.serving import on_socket
-from tests.page.conftest import TOOLS, Opened, answered, ask, pieces
+from tests.page.conftest import TOOLS, Opened, answered, ask, opened_at, pieces
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -92,6 +92,72 @@ async def test_markdown_code_and_tables(opened: Opened) -> None:
         stats = await answer.locator(".stats").inner_text()
         assert stats.startswith(f"{len(text)} tokens · first after ")
         assert stats.endswith(" tokens/s")
+
+
+async def test_what_is_finished_stays_while_the_rest_is_written(opened: Opened) -> None:
+    """A press, a selection and the focus need an element that stays where it is."""
+    more = ["first\n\n", "```python\nprint(1)\n```\n\n", *("word " for _ in range(2000))]
+    async with opened(lambda _: say(*more, gap_s=0.01)) as (page, _):
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await ask(page)
+        await page.locator(".answer p").filter(has_text="word").wait_for()
+        await page.locator(".answer p").first.select_text()
+        before = len(await page.locator(".answer").inner_text())
+        await page.locator(".block button").click(delay=300)
+        await expect(page.locator(".block button")).to_have_text("Copied")
+        await page.locator(".block pre").focus()
+        await page.wait_for_timeout(300)
+        await expect(page.locator(".block pre")).to_be_focused()
+        assert str(await page.evaluate("String(getSelection())")).strip() == "first"
+        assert len(await page.locator(".answer").inner_text()) > before
+        await page.click("#stop")
+        await expect(page.locator(".answer .stats")).to_contain_text("Stopped")
+        assert await page.evaluate("navigator.clipboard.readText()") == "print(1)\n"
+
+
+async def test_what_was_written_in_parts_is_what_is_drawn_at_once(opened: Opened) -> None:
+    parts = (
+        "# A\n\npara *it",
+        "al* and **bo",
+        "ld** `co",
+        "de` [li",
+        "nk](https://e.org/a",
+        "b) end\n\n- a\n- b\n",
+    )
+    more = (
+        "  - c\n- d\n\n1. x\n2. y\n\n```py",
+        "thon\nx=1\n",
+        "y=2\n``",
+        "`\n\n| a | b",
+        " |\n|---|--",
+        "-|\n| 1 | 2",
+    )
+    last = (" |\n\n> quo", "te\n\nsetext\n==", "==\n\nhttps://e.org/x", "yz\n\n## B\n\n### C\n\n# D\n")
+    async with opened(lambda _: say(*parts, *more, *last, gap_s=0.1)) as (page, _):
+        await ask(page)
+        await answered(page)
+        written = await page.locator(".answer").inner_html()
+        for _ in range(2):
+            await page.click("#language")  # draws everything anew
+        assert await page.locator(".answer").inner_html() == written
+
+
+async def test_copying_needs_no_https(browser: Browser) -> None:
+    """Browsers have `navigator.clipboard` on https and loopback alone; a gateway in an office has neither."""
+    async with (
+        on_socket(FakeUpstream(), allowed_hosts="rebound.example") as served,
+        opened_at(browser, f"http://rebound.example:{served.http.base_url.port}/") as page,
+    ):
+        await ask(page)
+        await answered(page)
+        copy = page.locator(".answer").get_by_role("button", name="Cop")
+        await copy.click()
+        await expect(copy).to_have_text("Copied")
+        await expect(copy).to_be_focused()
+        await page.focus("#question")
+        await page.keyboard.press("ControlOrMeta+V")
+        await expect(page.locator("#question")).to_have_value("Hello world")
+        await expect(page.locator("body > textarea")).to_have_count(0)
 
 
 async def test_the_speed_is_the_servers_where_chunks_arrive_together(opened: Opened) -> None:

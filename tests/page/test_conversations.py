@@ -10,7 +10,7 @@ from playwright.async_api import Download, Page, Route, expect
 
 from gateway.core.events import Event
 from gateway.core.request import Conversation, Generation
-from tests.gateway.fake_upstream import say_and_hang
+from tests.gateway.fake_upstream import say, say_and_hang
 from tests.gateway.serving import until
 from tests.page.conftest import Opened, answered, ask, echo
 
@@ -98,6 +98,41 @@ async def test_editing_and_retrying(opened: Opened) -> None:
         await expect(page.locator(".prose")).to_have_text(["You said: one", "You said: two"])
 
 
+async def test_a_retried_answer_can_be_had_back(opened: Opened) -> None:
+    answers = iter(["better", "worse"])
+    async with opened(lambda _: say(next(answers))) as (page, _):
+        await ask(page)
+        await answered(page)
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.locator(".prose")).to_have_text("worse")
+        await expect(page.locator("#toast")).to_contain_text("The answer was replaced.")
+        await page.get_by_role("button", name="Undo").click()
+        await expect(page.locator(".prose")).to_have_text("better")
+
+
+async def test_a_reload_shows_the_same_conversation(opened: Opened) -> None:
+    """Phones leave a page that is out of sight, and load it again when its user comes back."""
+    async with opened(echo) as (page, _):
+        for text in ("one", "two"):
+            await page.click("#new")
+            await ask(page, text)
+            await answered(page)
+        await page.get_by_role("link", name="one").click()
+        await page.reload()
+        await expect(page.locator(".said")).to_have_text(["one"])
+        await expect(page.locator("#list a[aria-current]")).to_have_text("one")
+        await expect(page.locator("#question")).to_be_focused()
+        await page.click("#new")
+        await page.reload()
+        await expect(page.locator("#list a")).to_have_count(2)
+        await expect(page.locator("#welcome")).to_be_visible()
+        await page.get_by_role("link", name="two").click()
+        await page.click("#delete")
+        await page.reload()
+        await expect(page.locator("#list a")).to_have_count(1)
+        await expect(page.locator("#welcome")).to_be_visible()
+
+
 async def test_an_answer_goes_on_while_another_conversation_is_open(opened: Opened) -> None:
     async with opened(lambda _: say_and_hang("Thinking about it")) as (page, served):
         await ask(page, "first")
@@ -124,6 +159,19 @@ async def test_a_choice_of_model_and_language_is_remembered(opened: Opened) -> N
         await ask(page)
         await answered(page)
         assert served.upstream.requests[0].model == "org/glm-2"
+
+
+async def test_the_settings_say_that_new_conversations_take_them_over(opened: Opened) -> None:
+    async with opened(echo) as (page, _):
+        await ask(page)
+        await answered(page)
+        await page.click("#open-settings")
+        await expect(page.locator("#settings legend").first).to_have_text("This conversation and new ones")
+        await page.fill("#system", "Be brief.")
+        await page.click("#settings .main")
+        await page.click("#new")
+        await page.click("#open-settings")
+        await expect(page.locator("#system")).to_have_value("Be brief.")
 
 
 FILL = """() => {
@@ -161,6 +209,7 @@ async def test_a_question_may_come_before_the_list_of_models(opened: Opened) -> 
             await route.continue_()
 
         await page.route("**/v1/models", late)
+        await page.click("#new")
         await page.reload(wait_until="domcontentloaded")
         await ask(page, "early")
         await expect(page.locator("article.question")).to_contain_text(["early"])
@@ -234,6 +283,7 @@ async def test_who_leaves_in_the_middle_of_an_answer_finds_what_had_arrived(open
         await page.reload()
         await page.get_by_role("link", name="one").click()
         await expect(page.locator(".prose")).to_have_text("Half of it")
+        await expect(page.locator(".stats")).to_contain_text("Stopped")  # and does not pass for the whole
 
 
 async def test_what_another_tab_deletes_is_gone(opened: Opened) -> None:

@@ -109,6 +109,27 @@ async def test_a_key_is_asked_for_and_stays_in_the_browser(opened: Opened) -> No
         assert await page.evaluate("[document.cookie, localStorage.getItem('key')]") == ["", "secret"]
 
 
+async def test_a_wrong_key_is_called_wrong_where_it_is_typed(opened: Opened) -> None:
+    async with opened(api_keys=[{"name": "a", "key": "secret"}]) as (page, _):
+        await expect(page.locator("#model")).to_have_text("API key needed")
+        await ask(page)
+        await expect(page.locator("#key-error")).to_contain_text("This gateway wants an API key")
+        await page.fill("#key", "secert")
+        await page.press("#key", "Enter")
+        await expect(page.locator("#key-error")).to_have_text("The gateway does not know this key.")
+        await expect(page.locator("#key")).to_be_focused()
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#settings")).to_be_hidden()
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.locator("#key-error")).to_have_text("The gateway does not know this key.")
+        await page.fill("#key", "secret")
+        await page.press("#key", "Enter")
+        await expect(page.locator("#model")).to_have_value("glm")
+        await expect(page.locator("#log .error")).to_contain_text("does not know this key")  # then
+        await page.click("#open-settings")
+        await expect(page.locator("#key-error")).to_be_hidden()
+
+
 async def test_what_is_typed_in_the_settings_outlives_a_refused_key(opened: Opened) -> None:
     answer = asyncio.Event()
 
@@ -145,6 +166,9 @@ async def test_a_key_of_any_characters_reaches_the_gateway(opened: Opened, key: 
         await page.click("#open-settings")
         await page.fill("#key", key)
         await page.click("#settings .main")
+        if key != "钥匙":
+            await expect(page.locator("#key-error")).to_have_text("The gateway does not know this key.")
+            await page.keyboard.press("Escape")
         await ask(page)
         expected = "Hello world" if key == "钥匙" else "The API key is not known."
         assert expected in await answered(page)

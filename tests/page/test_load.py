@@ -30,6 +30,13 @@ async def test_what_runs_is_shown(opened: Opened) -> None:
         await served.until_idle()
 
 
+async def test_a_phone_scrolls_the_tables_not_the_page(opened: Opened) -> None:
+    options = {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True}
+    async with opened(path="/#load", models=("a-model-with-a-long-name-chat",), options=options) as (page, _):
+        await expect(page.locator("#models tr")).to_have_count(1)
+        assert await page.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [360, 360]
+
+
 async def test_admins_load_and_unload(opened: Opened) -> None:
     async with opened(path="/#load") as (page, served):
         page.once("dialog", lambda dialog: dialog.dismiss())

@@ -30,6 +30,7 @@ export function explain({ status, code, after, message }) {
   if (status === 0) text = t("unreachable");
   else if (status === -1) text = t("lost");
   else if (code === "context_length_exceeded") text = t("tooLong");
+  else if (code === "unknown_key") text = t("keyUnknown");
   else if (code === "no_model") text = t(choice("key") ? "noneForKey" : "none");
   else if (code === "insufficient_quota") text = t("usedUp", { time: inWords(after) });
   else if (status === 429) text = t(after ? "busyFor" : "busy", { time: inWords(after) });
@@ -56,6 +57,7 @@ export async function call(path, { body, method = body === undefined ? "GET" : "
   const text = await response.text().catch(() => "");
   let error = { message: text.slice(0, 500) };
   try { error = JSON.parse(text).error ?? error; } catch { /* a proxy's page, not the gateway's */ }
+  if (response.status === 401) error.code = key.length ? "unknown_key" : "no_key"; // the gateway has one code for both
   throw new Failure(response.status, { ...error, after });
 }
 

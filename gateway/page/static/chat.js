@@ -1,9 +1,9 @@
 // The view Chat: conversations, the one that is open, and the answers that are being written.
 import { ask } from "./answer.js";
-import { Failure, call, failure } from "./api.js";
-import { by, composing, download, h, sends, toast } from "./dom.js";
+import { Failure, call, explain, failure } from "./api.js";
+import { by, composing, download, h, sends, toast, update } from "./dom.js";
 import { messageElement } from "./messages.js";
-import { all, choice, follow, newId, put, remove } from "./store.js";
+import { all, choice, follow, newId, place, put, remove } from "./store.js";
 import { t } from "./words.js";
 
 const FIELDS = ["system", "temperature", "max_tokens", "tools"];
@@ -13,20 +13,27 @@ const KEEP_MS = 2000;
 const conversations = new Map();
 const running = new Map(); // conversation -> AbortController
 let models = [];
+let why = null; // there are none
 let current = fresh(); // a question can be asked before anything has been read
 
 /** Begin, and read what the browser keeps and which models there are. */
 export async function openChat() {
+  const [first, before] = [current, place()];
   showConversation();
   question.focus({ preventScroll: true });
   fetchModels();
   follow(takeOver);
   try {
-    for (const conversation of await all()) if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
+    for (const conversation of await all()) {
+      const end = conversation.messages.at(-1);
+      if (end?.role === "assistant" && !end.finish && !end.error) end.stopped = true; // the page was left before it ended
+      if (!conversations.has(conversation.id)) conversations.set(conversation.id, conversation);
+    }
   } catch {
     toast(t("notKept"));
   }
-  showList();
+  if (current === first && !first.messages.length && conversations.has(before)) open(conversations.get(before));
+  else showList();
 }
 
 /** Stop the answer of the open conversation; return whether there was one. */
@@ -91,10 +98,10 @@ const isEdited = () => by("title").value !== current.title || [...by("log").quer
 
 /** Read which models there are; return why there is none, if so. */
 async function fetchModels() {
-  let why = null;
   try {
     models = (await (await call("v1/models")).json()).data;
     if (!models.length) throw new Failure(404, { code: "no_model" });
+    why = null;
   } catch (error) {
     models = [];
     why = failure(error);
@@ -111,7 +118,7 @@ function chosenModel() {
 function showModels() {
   current.model ||= chosenModel();
   const known = models.map((model) => [model.id, model.ready ? model.id : `${model.id} (${t(model.unloaded ? "notLoaded" : "notReady")})`]);
-  if (!models.some((model) => model.id === current.model)) known.unshift([current.model, current.model || t("noModels")]);
+  if (!models.some((model) => model.id === current.model)) known.unshift([current.model, current.model || t(why?.status === 401 ? "keyNeeded" : "noModels")]);
   by("model").replaceChildren(...known.map(([value, text]) => h("option", { value, selected: value === current.model }, text)));
 }
 
@@ -157,8 +164,9 @@ async function replace(at, ...messages) {
   running.get(conversation)?.abort();
   const before = conversation.messages;
   conversation.messages = [...before.slice(0, at), ...messages];
-  if (before.length > at + 1) {
-    toast(t("replaced"), t("undo"), () => {
+  const more = before.length > at + 1;
+  if (more || before[at].content || before[at].tool_calls.length) { // an answer that failed is not missed
+    toast(t(more ? "replaced" : "answerReplaced"), t("undo"), () => {
       running.get(conversation)?.abort();
       conversation.messages = before;
       save(conversation);
@@ -198,12 +206,13 @@ async function answer(conversation) {
   if (current === conversation) {
     showLast(message);
     showState();
-    if (message.error?.status === 401) openSettings("key");
+    if (message.error?.status === 401) openSettings("key", message.error);
     else if (message.tool_calls.length && !message.error && !message.stopped) by("log").querySelector(".results textarea")?.focus();
   }
 }
 
 function showConversation() {
+  place(current.id);
   by("title").value = current.title;
   by("log").replaceChildren(...current.messages.map((_, at) => element(at)));
   by("scroll").scrollTop = by("scroll").scrollHeight;
@@ -220,7 +229,7 @@ function showLast(message) {
   if (current.messages.at(-1) !== message) return;
   const box = by("scroll");
   const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
-  by("log").lastElementChild.replaceWith(element(current.messages.length - 1));
+  update(by("log").lastElementChild, element(current.messages.length - 1));
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
 
@@ -316,7 +325,10 @@ by("delete").addEventListener("click", () => {
 
 // Settings.
 
-function openSettings(field) {
+/** Show the settings; `refused`: why the key is asked for. */
+function openSettings(field, refused = null) {
+  by("key-error").hidden = refused === null;
+  by("key-error").textContent = refused && explain(refused).text;
   if (!by("settings").open) { // else somebody types there
     for (const name of FIELDS) by(name).value = current[name] ?? "";
     by("key").value = choice("key");
@@ -335,7 +347,7 @@ by("settings").addEventListener("close", async () => {
   const other = by("key").value.trim() !== choice("key");
   choice("key", by("key").value.trim());
   if (current.messages.length) await save(current);
-  if (other) await fetchModels();
+  if (other && (await fetchModels())?.code === "unknown_key") openSettings("key", why);
 });
 
 function isList(text) {

@@ -26,6 +26,27 @@ function set(element, properties) {
   }
 }
 
+/** Make `shown` like `made`, and leave alone what has not changed since the last time: a press, a selection, the focus and a scrolled block need elements that stay. */
+export function update(shown, made) {
+  const next = made.cloneNode(true);
+  patch(shown, shown.made ?? shown.cloneNode(true), made);
+  shown.made = next; // and not what is shown: somebody may have unfolded or copied something there
+}
+
+function patch(shown, before, made) {
+  for (const { name, value } of made.attributes) if (before.getAttribute(name) !== value) shown.setAttribute(name, value);
+  for (const { name } of before.attributes) if (!made.hasAttribute(name)) shown.removeAttribute(name);
+  const [here, were, now] = [shown, before, made].map(({ childNodes }) => [...childNodes]);
+  for (const [at, node] of now.entries()) {
+    const was = were[at];
+    if (was?.nodeName !== node.nodeName || was.className !== node.className) here[at] ? here[at].replaceWith(node) : shown.append(node);
+    else if (was.nodeType === Node.ELEMENT_NODE) patch(here[at], was, node);
+    else if (node.data.startsWith(was.data)) here[at].appendData(node.data.slice(was.data.length)); // a selection in it stays
+    else here[at].data = node.data;
+  }
+  for (const node of here.slice(now.length)) node.remove();
+}
+
 /** Whether a key is the input method's: Enter and arrows choose among its candidates, Escape gives them up; 229: Safari tells so alone. */
 export const composing = (event) => event.isComposing || event.keyCode === 229;
 

@@ -53,8 +53,7 @@ export function render(text) {
   }
   for (const pre of fragment.querySelectorAll("pre")) {
     const language = /language-(\S+)/.exec(pre.firstElementChild?.className ?? "")?.[1] ?? "";
-    const code = pre.textContent;
-    const button = h("button", { type: "button", class: "plain", onclick: () => copy(button, code) }, t("copy"));
+    const button = h("button", { type: "button", class: "plain", onclick: () => copy(button, pre.textContent) }, t("copy"));
     const box = h("div", { class: "block" }, h("div", { class: "block-head" }, h("span", {}, language), button));
     pre.replaceWith(box);
     pre.tabIndex = 0;
@@ -67,11 +66,19 @@ export function render(text) {
 
 /** Put `text` on the clipboard, and say so on the button for a moment. */
 export async function copy(button, text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    button.textContent = t("copied");
-  } catch {
-    button.textContent = t("notCopied"); // the browser allows it on https and loopback alone
-  }
+  const done = await navigator.clipboard?.writeText(text).then(() => true, () => false) ?? copyOld(button, text);
+  button.textContent = t(done ? "copied" : "notCopied");
   setTimeout(() => { button.textContent = t("copy"); }, 2000);
+}
+
+/** The same where `navigator.clipboard` is missing: browsers have it on https and loopback alone. */
+function copyOld(button, text) {
+  const field = h("textarea", { class: "unseen", readonly: true }, text);
+  document.body.append(field);
+  field.focus({ preventScroll: true });
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  button.focus({ preventScroll: true });
+  return done;
 }

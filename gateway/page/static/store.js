@@ -82,3 +82,9 @@ export function choice(name, value) {
   }
   return value;
 }
+
+/** Read or, with an argument, write which conversation this tab shows: a page that is loaded again goes on with it. */
+export function place(id) {
+  if (id !== undefined) sessionStorage.setItem("conversation", id);
+  return sessionStorage.getItem("conversation");
+}

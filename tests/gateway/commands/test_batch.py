@@ -65,6 +65,7 @@ async def test_each_line_has_its_answer_or_its_error(tmp_path: Path) -> None:
         status, text = await ask(served, source, tmp_path / "out", "--at-once", 2)
     assert (status, text.splitlines()[-1].partition(",")[0]) == (1, "3 of 3 done")
     assert "2 failed" in text
+    assert text.count(" failed: 40") == 1  # the first one's reason, for who asks a thousand with a wrong key
     found = read(tmp_path / "out")
     assert found["a"]["error"] is None
     assert found["a"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello world"
@@ -101,7 +102,8 @@ async def test_what_failed_is_asked_again_only_on_demand(tmp_path: Path) -> None
     async with on_socket(upstream) as served:
         assert (await ask(served, source, out))[0] == 1
         write(source, line("a", "a"), line("b", "b"))
-        assert (await ask(served, source, out))[0] == 1
+        status, text = await ask(served, source, out)
+        assert (status, "--retry-failed" in text) == (1, True), text
         assert (await ask(served, source, out, "--retry-failed"))[0] == 0
     assert asked(upstream) == ["a", "b"]
     assert {each["response"]["status_code"] for each in read(out).values()} == {200}

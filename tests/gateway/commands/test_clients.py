@@ -23,6 +23,7 @@ from gateway.commands.clients import (
 )
 from gateway.commands.endpoint import ClientError, fetch
 from gateway.core.request import PlainText, TokenIds, Turns
+from gateway.process.listeners import bind
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.kserve.legacy import echo, over_grpc
 from tests.gateway.kserve.test_logits import telling
@@ -121,6 +122,16 @@ def test_bench_fails_loudly(measured: list[Any]) -> None:
     assert "bad shape" in text
     assert run("bench-kserve", "--model", "absent") == (1, "Error: unknown model: absent\n")
     assert run("bench-kserve")[0] == 2
+
+
+def test_bench_that_reaches_nobody_names_the_flag() -> None:
+    with bind("127.0.0.1", 0) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        status, text = run("bench-kserve", "--model", "m", "--grpc", address)
+    assert (status, text.splitlines()[0].startswith(f"Error: cannot reach {address}: ")) == (1, True), text
+    assert text.endswith(
+        "Connection refused; `tritongate up` starts a gateway, --grpc names another address\n"
+    )
 
 
 KEYS = [{"name": "operator", "key": "sk-2", "scopes": ["admin"]}]

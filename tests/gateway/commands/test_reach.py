@@ -1,3 +1,4 @@
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -26,8 +27,17 @@ async def test_nobody_answers() -> None:
     assert found.text == "upstream nobody.invalid:8001: unreachable (no such host)"
 
 
-async def test_tritons_http_port() -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+class _LikeTriton(BaseHTTPRequestHandler):
+    """Ends a connection that is no HTTP/1 without a word, as the HTTP and metrics ports of Triton 2.51 do."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        if code != HTTPStatus.HTTP_VERSION_NOT_SUPPORTED:
+            super().send_error(code, message, explain)
+
+
+@pytest.mark.parametrize("handler", [BaseHTTPRequestHandler, _LikeTriton])
+async def test_tritons_http_port(handler: type[BaseHTTPRequestHandler]) -> None:
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         (found,) = await check(settings(upstreams=[f"127.0.0.1:{server.server_port}"]), timeout_s=10)
         server.shutdown()
