@@ -69,7 +69,8 @@ def attend(
 ) -> None:
     """Do what `prefill_attention` does.
 
-    Compiled once for each dtype, number of heads, head_dim and block_size, and whether there are slopes.
+    Compiled once for each dtype, number of heads, head_dim, block_size and number of places, and whether
+    there are slopes.
 
     Args:
         queries: [T, query heads, head_dim] in 16 bits; only tokens may be strided, by a multiple of 16 bytes.
@@ -139,7 +140,7 @@ def _tile(tiles, turn, work, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def _keys_of(tile, count, KEYS: gl.constexpr):
-    """Return the position of a tile's first token, and the first and last of the `KEYS` keys of its part."""
+    """Return the position of a tile's first token, the first load of its part, and the one after the last."""
     offset, part, parts = gl.load(tile + 2), gl.load(tile + 4), gl.load(tile + 5)
     loads = gl.cdiv(offset + count, KEYS)
     return offset, loads * part // parts, loads * (part + 1) // parts

@@ -26,11 +26,11 @@ MANY_ROWS: Final = 992
 captured step of this size, so that padding makes no step a large one."""
 
 FEW_ROWS: Final = 128
-"""With more rows in a step, keys are not divided. That takes a kernel with more registers, and captured steps
-of their own."""
+"""With more rows in a step, this kernel divides no keys. That takes more registers, and captured steps of
+their own."""
 
 MANY_KEYS: Final = 640
-"""With more tokens in a sequence, its new ones may have work for more programs than there are tiles."""
+"""With more tokens in a sequence, a step of few rows may have `StepLayout.many_keys`."""
 
 _LEAST_LOADS = 8
 """Loads of keys that a part of the longest tile takes at least: so many that merging is little."""
@@ -39,7 +39,8 @@ _LOADS_PER_TILE = 2
 """Loads of keys in whose time a program begins and ends a tile, about; it merges a part in that of one."""
 
 _ALMOST = 1.1
-"""Tiles are whole if that takes at most so many times what it would if every program had as much to do."""
+"""Tiles are whole if that takes at most so many times what it would if every program had as much to do, or
+what it does with parts."""
 
 _MOST_PARTS = 64
 """Most parts of a tile."""
@@ -207,7 +208,7 @@ def _parts(loads: list[int], programs: int, rounds: int) -> list[int]:
     """Return into how many parts tiles of so many loads are divided, so that the last is ready soonest."""
     best = [1] * len(loads)
     longest, total = max(loads), sum(loads)
-    if longest < 2 * _LEAST_LOADS:
+    if longest < 2 * _LEAST_LOADS or longest * programs <= (_ALMOST - 1) * total:
         return best
     least = _time(loads, programs)
     enough = _ALMOST * (total + _LOADS_PER_TILE * len(loads)) / programs
@@ -219,13 +220,13 @@ def _parts(loads: list[int], programs: int, rounds: int) -> list[int]:
         if sum(part for part in parts if part > 1) > most:
             parts = [max(1, load * each // longest) for load in loads]
         pieces = [load / part + part for load, part in zip(loads, parts, strict=True) for _ in range(part)]
-        if (time := _time(pieces, programs)) < least:
+        if _ALMOST * (time := _time(pieces, programs)) < least:
             best, least = parts, time
     return best
 
 
 def _time(loads: Sequence[float], programs: int) -> float:
-    """Return how many loads the busiest program has, if they take the longest tiles first, back and forth."""
+    """Return about how many loads the busiest program has, if they take the longest first, back and forth."""
     longest, turns = sorted(loads, reverse=True), 2 * programs
     first = longest[::turns] + longest[turns - 1 :: turns]
     last = longest[programs - 1 :: turns] + longest[programs::turns]

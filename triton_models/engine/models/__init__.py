@@ -206,6 +206,8 @@ class CausalModel(Protocol):
     """The dtype of weights, activations and KV cache."""
     device: torch.device
     """The device that holds the weights."""
+    leans: bool
+    """Whether scores fall with the distance (`Alibi`)."""
 
     def convert(self, convert: Callable[[Linear], Linear]) -> None:
         """Replace each `Linear` by `convert` of it, one at a time."""

@@ -173,6 +173,7 @@ class Decoder:
         else:
             shape = config.vocabulary, config.hidden
             self.head = (head or form).empty(*shape, bias=False, dtype=stored, device=device)
+        self.leans = config.rope is None
         self.positions = (
             alibi(config.query_heads, device)
             if config.rope is None

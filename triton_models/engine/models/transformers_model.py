@@ -83,6 +83,7 @@ class TransformersModel:
         self.query_heads = found.query_heads
         self.dtype = head.dtype
         self.device = head.device
+        self.leans = False
         self.nbytes = nbytes(causal)
         self._base: Module = causal.base_model
         self._causal = causal

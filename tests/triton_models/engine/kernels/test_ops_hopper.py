@@ -1,6 +1,7 @@
 """Attention of prompts on Hopper GPUs: tried where it is used. The kernel has tests of its own."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from triton_models.engine.models import ChunkRows, KVShape
 from triton_models.engine.ops_hopper import HopperAttention, hopper_attention
 
 
-def in_plain_triton(*work: Tensor, workspace: PrefillWorkspace, programs: int) -> None:
+def in_plain_triton(*work: Tensor, workspace: PrefillWorkspace, programs: int, slopes: Tensor | None) -> None:
     """Do what `attention_hopper.attend` does."""
-    assert programs == 132
+    assert programs in (5, 132)
     config = PrefillConfig(rows=128, keys=128, warps=4, stages=2)
-    prefill_attention(*work, config=config, workspace=workspace)
+    prefill_attention(*work, config=config, slopes=slopes, workspace=workspace)
 
 
 @pytest.fixture
@@ -26,12 +27,15 @@ def model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> SimpleNamesp
     monkeypatch.setattr(ops_hopper, "_is_hopper", lambda _: True)
     monkeypatch.setattr(attention_hopper, "attend", in_plain_triton)
     shape = KVShape(layers=1, heads=2, head_dim=64)
-    return SimpleNamespace(kv_shape=shape, query_heads=32, dtype=torch.bfloat16, device=device)
+    return SimpleNamespace(kv_shape=shape, query_heads=32, dtype=torch.bfloat16, device=device, leans=False)
 
 
-def test_what_works_is_used_and_leaves_nothing(model: SimpleNamespace) -> None:
+@pytest.mark.parametrize("leans", [False, True])
+def test_what_works_is_used_and_leaves_nothing(model: SimpleNamespace, *, leans: bool) -> None:
+    model.leans = leans
     attention = hopper_attention(model, 64, programs=132)
     assert attention is not None
+    assert not attention.attend.keywords["workspace"].arrivals.any()
     assert max(tile.parts for tile in attention.tiles([ChunkRows(0, 0, 60, 6000)])) > 1
 
 
@@ -40,8 +44,8 @@ def test_what_computes_something_else_is_not_used(
 ) -> None:
     """Such as parts that were not merged, which are a hundredth of the rows."""
 
-    def attend(*work: Tensor, workspace: PrefillWorkspace, programs: int) -> None:
-        in_plain_triton(*work, workspace=workspace, programs=programs)
+    def attend(*work: Tensor, **options: Any) -> None:
+        in_plain_triton(*work, **options)
         *_, tiles, out = work
         first = next(tile for tile in tiles.tolist() if tile[5] > 1)
         out[first[1]] = 0
@@ -49,6 +53,30 @@ def test_what_computes_something_else_is_not_used(
     monkeypatch.setattr(attention_hopper, "attend", attend)
     assert hopper_attention(model, 64, programs=132) is None
     assert "the one for Hopper fails here: its results are" in caplog.text
+
+
+def test_what_is_wrong_with_slopes_alone_is_used_without(
+    model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(*work: Tensor, slopes: Tensor | None, **options: Any) -> None:
+        in_plain_triton(*work, slopes=None, **options)
+
+    monkeypatch.setattr(attention_hopper, "attend", attend)
+    assert hopper_attention(model, 64, programs=132) is not None
+    model.leans = True
+    assert hopper_attention(model, 64, programs=132) is None
+
+
+def test_what_is_wrong_with_several_tiles_a_program_is_not_used(
+    model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(*work: Tensor, programs: int, **options: Any) -> None:
+        in_plain_triton(*work, programs=programs, **options)
+        if programs < 6:
+            work[-1][:8] = 0
+
+    monkeypatch.setattr(attention_hopper, "attend", attend)
+    assert hopper_attention(model, 64, programs=132) is None
 
 
 def test_what_does_not_run_is_not_used(
