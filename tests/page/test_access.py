@@ -213,3 +213,21 @@ async def test_escape_of_an_input_method_neither_stops_nor_gives_up(opened: Open
         await expect(page.locator(".editing textarea")).to_have_value("instead")
         await page.keyboard.press("Escape")
         await expect(page.locator(".editing")).to_have_count(0)
+
+
+async def test_enter_of_a_touch_keyboard_begins_a_line(opened: Opened) -> None:
+    """It has no Shift+Enter, and the page has a button that sends. With Ctrl, Enter sends on any."""
+    options = {"viewport": PHONE, "is_mobile": True, "has_touch": True}
+    async with opened(echo, options=options) as (page, served):
+        question = page.locator("#question")
+        await question.press_sequentially("one")
+        await question.press("Enter")
+        await question.press_sequentially("two")
+        await expect(question).to_have_value("one\ntwo")
+        assert served.upstream.requests == []
+        await page.tap("#send")
+        await answered(page)
+        await expect(page.locator(".said")).to_have_text("one\ntwo")
+        await question.fill("three")
+        await question.press("Control+Enter")
+        await expect(page.locator(".prose").last).to_have_text("You said: three")

@@ -50,8 +50,8 @@ function patch(shown, before, made) {
 /** Whether a key is the input method's: Enter and arrows choose among its candidates, Escape gives them up; 229: Safari tells so alone. */
 export const composing = (event) => event.isComposing || event.keyCode === 229;
 
-/** Whether a key sends what was typed. */
-export const sends = (event) => event.key === "Enter" && !event.shiftKey && !composing(event);
+/** Whether a key sends what was typed. Keyboards on a touch screen have no Shift+Enter for a new line; there, the button sends. */
+export const sends = (event) => event.key === "Enter" && !composing(event) && (event.ctrlKey || event.metaKey || (!event.shiftKey && !matchMedia("(pointer: coarse)").matches));
 
 /** Let the user save `text` as a file. */
 export function download(name, type, text) {
