@@ -1,6 +1,5 @@
 """A step's operations with our own GPU kernels; needs the `triton` package, which torch for CUDA installs."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeGuard
@@ -59,8 +58,6 @@ from triton_models.engine.ops_hopper import (
     hopper_attention,
 )
 from triton_models.engine.quantised import Fp8Linear, QuantisedLinear
-
-log = logging.getLogger(__name__)
 
 _FP8_MULTIPLE = 16
 """What the library's product of 8-bit numbers needs N and K to be a multiple of."""

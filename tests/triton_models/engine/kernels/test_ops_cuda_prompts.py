@@ -17,10 +17,24 @@ from triton_models.engine.kernels.attention_prefill import (
     MANY_ROWS,
     make_tiles,
 )
-from triton_models.engine.models import Alibi, ChunkRows, KVShape, StepLayout
+from triton_models.engine.models import Alibi, ChunkRows, KVShape, StepLayout, Tile
 from triton_models.engine.ops_cuda import CudaOperations
 from triton_models.engine.ops_hopper import FEW_HOPPER_ROWS, HOPPER_ROWS, HopperAttention
 from triton_models.engine.slots import SlotTable
+
+
+def layout_of(tiles: list[Tile], rows: int, device: torch.device, *, many_keys: bool = False) -> StepLayout:
+    """Return a step without decodes, of which only tiles and the number of rows matter."""
+    positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    return StepLayout(
+        tables=positions.int()[:2, None],
+        slots=positions.int(),
+        positions=positions,
+        decode_lengths=positions[:0].int(),
+        longest_decode=0,
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
+        many_keys=many_keys,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -47,16 +61,7 @@ def test_attention_gets_the_tiles_that_were_made_for_it(
     padded = next(size for size in graphs.prompt_sizes(2048) if size >= rows)
     assert len(tiles) <= operations.most_tiles(padded, 2, many_keys=False)
     for size in (rows, padded):
-        positions = torch.zeros(size, dtype=torch.int64, device=device)
-        layout = StepLayout(
-            tables=positions.int()[:2, None],
-            slots=positions.int(),
-            positions=positions,
-            decode_lengths=positions[:0].int(),
-            longest_decode=0,
-            tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-        )
-        operations.begin(layout)
+        operations.begin(layout_of(tiles, size, device))
         projected = torch.zeros(size, 36, 128, dtype=torch.bfloat16, device=device)
         operations.attend(0, projected, SimpleNamespace(cos=None, sin=None))
         config = launched.call_args.kwargs["config"]
@@ -159,16 +164,7 @@ def test_what_is_for_hopper(
     chosen, other = (hopper.attend, plain) if for_hopper else (plain, hopper.attend)
     for size in (rows, next(size for size in graphs.prompt_sizes(2048) if size >= rows)):
         assert len(tiles) <= operations.most_tiles(size, 1, many_keys=many_keys)
-        positions = torch.zeros(size, dtype=torch.int64, device=device)
-        layout = StepLayout(
-            tables=positions.int()[:1, None],
-            slots=positions.int(),
-            positions=positions,
-            decode_lengths=positions[:0].int(),
-            longest_decode=0,
-            tiles=torch.tensor(tiles, dtype=torch.int32, device=device),
-            many_keys=many_keys,
-        )
+        layout = layout_of(tiles, size, device, many_keys=many_keys)
         operations.begin(layout)
         projected = torch.zeros(size, 36, 128, dtype=torch.bfloat16, device=device)
         operations.attend(0, projected, leaning)
